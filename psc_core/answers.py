@@ -267,7 +267,7 @@ class ModelRef(Document):
 
     name: str
     version: str = Field(description="Digest of the bundle.")
-    layer: str = Field(description="ChosenLayer layer(s) whose features are used.")
+    layer: str = Field(description="Chosen layer(s) whose features are used.")
 
 
 class BaseAnswer(Document, ABC):

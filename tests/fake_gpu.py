@@ -28,21 +28,15 @@ Module = TypeVar("Module", bound=nn.Module)
 
 aten: Any = torch.ops.aten
 
-READS = {aten._local_scalar_dense.default, aten.equal.default}
-"""Operations that wait for the device and give a value; those whose result has a size from its values raise anyway."""
-
-CHECKS = {aten._linalg_check_errors.default}
-"""Operations that wait for the device and give nothing."""
-
+READS = {aten._local_scalar_dense.default, aten.equal.default}  # wait for the device and give a value
+CHECKS = {aten._linalg_check_errors.default}  # wait for it and give nothing
 COPIES = {aten._to_copy.default, aten.copy_.default}
 
 
 class Watch(TorchDispatchMode):
-    """Notes what a CUDA graph could not capture.
+    """Notes what a CUDA graph could not capture: reads of the device, which give "true", and tensors on the host.
 
-    Attributes:
-        waits: Operations that read a value of the device; each reads "true" here.
-        crossings: Operations with a tensor on the host.  A scalar is none: kernels take it as an argument.
+    A scalar is none: kernels take it as an argument.
     """
 
     def __init__(self) -> None:

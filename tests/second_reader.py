@@ -23,7 +23,7 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4",
 
 
 class Rejected(Exception):
-    """The directory is no bundle of version 5."""
+    """The directory is no bundle of version 6."""
 
 
 @dataclass(frozen=True)

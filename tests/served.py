@@ -19,24 +19,13 @@ import httpx
 
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 
-GUARD_SECONDS: Final = 600.0
-"""After this an event that a test waits for counts as missing."""
+GUARD_SECONDS: Final = 600.0  # after this an event that a test waits for counts as missing
 
 PSC_SERVE: Final = (sys.executable, "-m", "app.cli")
 
 
 class Server:
-    """A started server.
-
-    Args:
-        flags: Of the command.
-        program: What is run.
-
-    Attributes:
-        process: Leader of a process group of its own.
-        url: Where it listens; empty when it ended before.
-        log: Lines on standard error.
-    """
+    """A started server, the leader of a process group of its own; ``url`` is empty when it ended before it listened."""
 
     def __init__(self, *flags: str, program: Sequence[str] = PSC_SERVE) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
@@ -60,13 +49,11 @@ class Server:
 
     @property
     def workers(self) -> set[int]:
-        """Process ids of the live workers."""
         pid = self.process.pid
         children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         return {child for child in children if is_alive(child) and "--multiprocessing-fork" in command_line(child)}
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Wait for a condition."""
         end = time.monotonic() + GUARD_SECONDS
         while not condition():
             if time.monotonic() > end:
@@ -74,34 +61,27 @@ class Server:
             time.sleep(0.02)
 
     def wait_ready(self) -> None:
-        """Until every model is warm."""
         self.until(lambda: self.process.poll() is not None or self._is_ready())
 
     def wait_for_log(self, text: str, count: int = 1) -> None:
-        """Until so many lines of the log have this text."""
         self.until(lambda: self.count_in_log(text) >= count)
 
     def count_in_log(self, text: str) -> int:
-        """How many lines of the log have this text so far."""
         return sum(text in line for line in list(self.log))
 
     def metrics(self) -> str:
-        """The exposition of its metrics."""
         return httpx.get(self.url + "/metrics", timeout=GUARD_SECONDS).text
 
     def end(self) -> int:
-        """Wait for the exit code, and for the rest of the log."""
         code = self.process.wait(GUARD_SECONDS)
         self._reader.join(GUARD_SECONDS)
         return code
 
     def terminate(self) -> int:
-        """The exit code after SIGTERM."""
         self.process.send_signal(signal.SIGTERM)
         return self.end()
 
     def close(self) -> None:
-        """End whatever is left of it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.end()
@@ -123,7 +103,6 @@ class Server:
 
 @contextmanager
 def serve(*flags: str, ready: bool = True, program: Sequence[str] = PSC_SERVE) -> Iterator[Server]:
-    """A started server, ready to predict unless told otherwise."""
     server = Server(*flags, program=program)
     try:
         if ready:
@@ -147,15 +126,22 @@ def serve_shipped(*flags: str) -> Iterator[str]:
         assert server.terminate() == 0
 
 
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    )
+    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return certificate, key
+
+
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process and it has not ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     return False
 
 
 def command_line(pid: int) -> str:
-    """Of a process; empty when it is gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text()
     return ""

@@ -7,7 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -19,16 +19,11 @@ from tests.served import serve_shipped
 EXAMPLES: Final = ROOT / "examples"
 GALLERY: Final = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
 
+# Examples that train a network: their numbers, and with them layers and decisions, depend on the machine.
 DIFFERS: Final = {
-    "in_memory.py",
-    "own_model.py",
-    "own_images.py",
-    "timm_folder.py",
-    "hugging_face.py",
-    "onnx_file.py",
+    "in_memory.py", "own_model.py", "own_images.py", "timm_folder.py", "hugging_face.py", "onnx_file.py",
     "regression.py",
-}
-"""Examples that train a network: their numbers, and with them layers and decisions, depend on the machine."""
+}  # fmt: skip
 
 
 def run(name: str, *arguments: str) -> str:
@@ -40,31 +35,27 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-class Here:
-    """Runs examples in this process, which has torch already."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self._capsys, self._monkeypatch = capsys, monkeypatch
-        monkeypatch.syspath_prepend(str(EXAMPLES))
-
-    def __call__(self, name: str, *arguments: str) -> str:
-        """Run an example; what it prints."""
-        file = str(EXAMPLES / name)
-        self._monkeypatch.setattr(sys, "argv", [file, *arguments])
-        code = None
-        try:
-            runpy.run_path(file, run_name="__main__")
-        except SystemExit as ended:
-            code = ended.code
-        printed = self._capsys.readouterr()
-        assert not code, printed.err
-        return printed.out
+Run = Callable[..., str]
 
 
 @pytest.fixture
-def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Here:
+def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs an example in this process, which has torch already; what it prints."""
     monkeypatch.chdir(tmp_path)
-    return Here(capsys, monkeypatch)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def run_here(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *arguments])
+        code = None
+        try:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+        printed = capsys.readouterr()
+        assert not code, printed.err
+        return printed.out
+
+    return run_here
 
 
 @pytest.fixture(autouse=True)
@@ -112,12 +103,10 @@ def test_the_gallery_shows_lines_of_the_example(name: str) -> None:
     for block in re.findall(r"```python\n(.*?)```", section(name), re.DOTALL):
         lines = [line.strip() for line in block.splitlines()]
         starts = range(len(source) - len(lines) + 1)
-        assert any(source[start : start + len(lines)] == lines for start in starts), (
-            f"{name} has no such lines:\n{block}"
-        )
+        assert any(source[start : start + len(lines)] == lines for start in starts), block
 
 
-def test_in_memory(here: Here) -> None:
+def test_in_memory(here: Run) -> None:
     said = here("in_memory.py")
     assert "ClassificationPrediction for 200 images: " in said and "the most unusual digit: abstain_ood" in said
     digits, clothes = map(float, re.findall(r"([\d.]+)% are called out", said))
@@ -127,18 +116,16 @@ def test_in_memory(here: Here) -> None:
     check_shown("in_memory.py", said)
 
 
-def test_own_model(here: Here) -> None:
+def test_own_model(here: Run) -> None:
     said = here("own_model.py")
     assert "◀ chosen" in said and "nothing has collapsed" not in said
-    digits, clothes = (
-        re.findall(rf"^{kind}: .*, (\w+)$", said, re.MULTILINE) for kind in ("digit", "piece of clothing")
-    )
+    digits, clothes = (re.findall(rf"^{kind}: .*, (\w+)$", said, re.M) for kind in ("digit", "piece of clothing"))
     assert digits.count("accept") >= 4 and clothes.count("abstain_ood") >= 4
     assert said.endswith("loaded again: the same decisions\n")
     check_shown("own_model.py", said)
 
 
-def test_own_images(here: Here) -> None:
+def test_own_images(here: Run) -> None:
     said = here("own_images.py")
     right, _, accepted = map(float, re.findall(r"([\d.]+)%", said)[:3])
     assert 90 < right < accepted
@@ -147,19 +134,16 @@ def test_own_images(here: Here) -> None:
     check_shown("own_images.py", said)
 
 
-def test_regression(here: Here) -> None:
+def test_regression(here: Run) -> None:
     said = here("regression.py")
     held, nominal, clothes = map(int, re.findall(r"(\d+)%", said))
     assert abs(held - nominal) < 8 and clothes > 60
     check_shown("regression.py", said)
 
 
-def test_why_rejected(here: Here) -> None:
-    check_shown("why_rejected.py", here("why_rejected.py"))
-
-
-def test_score_folder(here: Here, tmp_path: Path) -> None:
-    check_shown("score_folder.py", here("score_folder.py"))
+def test_score_folder_and_why_rejected(here: Run, tmp_path: Path) -> None:
+    for name in ("why_rejected.py", "score_folder.py"):
+        check_shown(name, here(name))
     given = tmp_path / "given"
     given.mkdir()
     (given / "text.png").write_text("no image")
@@ -167,7 +151,7 @@ def test_score_folder(here: Here, tmp_path: Path) -> None:
     assert said.startswith("1 images, 1 with an error\ntext.png ")
 
 
-def test_new_camera(here: Here) -> None:
+def test_new_camera(here: Run) -> None:
     with pytest.warns(UserWarning, match="of the accepted images at most 5 % are wrong"):
         said = here("new_camera.py")
     before, after = map(int, re.findall(r": (\d+)% false alarms", said))
@@ -175,7 +159,7 @@ def test_new_camera(here: Here) -> None:
     check_shown("new_camera.py", said)
 
 
-def test_ask_service_and_act(tmp_path: Path, here: Here) -> None:
+def test_ask_service_and_act(tmp_path: Path, here: Run) -> None:
     log = ("--log", str(tmp_path / "log"), "--log-sample", "1", "--feedback-keys", "secret")
     with serve_shipped(*log) as url:
         check_shown("ask_service.py", here("ask_service.py", url))

@@ -16,11 +16,11 @@ from PIL import Image
 
 from benchmarks.runs import RESULTS
 from psc_core import PSC, open_dataset
-from tests.conftest import ROOT, SHIPPED_BUNDLE
+from tests.conftest import SHIPPED_BUNDLE
 from tests.psc_core.images.support import png_header_of
 from tests.served import serve_shipped
 
-EXAMPLES = ROOT / "artifacts" / "dirty-mnist-resnet18" / "examples"
+EXAMPLES = SHIPPED_BUNDLE / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,9 @@ def test_readme_examples(url: str) -> None:
     assert (shirt["is_ood"], shirt["decision"]) == (True, "abstain_ood")
 
 
-def test_the_strange_corner_is_found(url: str) -> None:
-    query = "explain=true&map=true"
-    answer = httpx.post(f"{url}/predict?{query}", files=[("images", example("corner.png"))], timeout=60)
+def test_the_unusual_corner_is_found(url: str) -> None:
+    parts = [("images", example("corner.png"))]
+    answer = httpx.post(f"{url}/predict?explain=true&map=true", files=parts, timeout=60)
     (corner,) = answer.json()["predictions"]
     assert (corner["label"], corner["decision"]) == ("7", "abstain_ood")
     left, top, right, bottom = corner["explanation"]["map"]["box"]
@@ -130,7 +130,7 @@ def test_readme_numbers(psc: PSC, full_data: Path, every: int) -> None:
 def test_batch_sizes_agree(psc: PSC, mixed: list[tuple[str, bytes]]) -> None:
     images = torch.stack([torch.from_numpy(psc.preprocess.from_bytes(data)) for _, data in mixed[:64]])
     whole = psc.predict(images).probabilities
-    for size in range(1, 64):
+    for size in (1, 2, 3, 7, 8, 9, 31, 32, 33, 63):
         start = (size * 7) % (65 - size)  # other neighbours at every size
         part = psc.predict(images[start : start + size]).probabilities
         torch.testing.assert_close(part, whole[start : start + size], atol=1e-5, rtol=0)
@@ -143,24 +143,15 @@ def jpeg() -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "words"),
-    [
-        (b"hello", 415, "expected one of JPEG"),
-        (jpeg()[:600], 422, "truncated"),
-        (png_header_of(10_000, 10_000), 413, "10000×10000"),
-        (b"", 400, "image"),
-    ],
+    ("body", "status"),
+    [(b"hello", 415), (jpeg()[:600], 422), (png_header_of(10_000, 10_000), 413), (b"", 400)],
     ids=["not an image", "truncated JPEG", "100-megapixel header", "empty body"],
 )
-def test_bad_images_get_a_problem(url: str, body: bytes, status: int, words: str) -> None:
+def test_bad_images_get_a_problem(url: str, body: bytes, status: int) -> None:
     before = ask(url, example("clean.png"))
     answer = httpx.post(f"{url}/predict", content=body, headers={"content-type": "image/png"})
-    assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"
-    problem = answer.json()
-    assert problem["status"] == status
-    assert words in problem["detail"]
+    assert answer.status_code == answer.json()["status"] == status
     together = httpx.post(f"{url}/predict", files=[("images", example("clean.png")), ("images", ("bad.png", body))])
-    assert together.status_code >= 400
-    assert "bad.png" in together.json()["detail"]
+    assert together.status_code >= 400 and "bad.png" in together.json()["detail"]
     assert ask(url, example("clean.png")) == before

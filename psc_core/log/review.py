@@ -46,7 +46,7 @@ from psc_core.log.store import (
 
 MAX_CANDIDATES: Final = 100_000  # maximum number of a model's images that are considered, the newest ones
 
-SAMPLE, NEAR, STRANGE, DIVERSE = "sampled", "near a threshold", "strange", "diverse"
+SAMPLE, NEAR, UNUSUAL, DIVERSE = "sampled", "near a threshold", "unusual", "diverse"
 
 FloatMatrix = npt.NDArray[np.float64]
 
@@ -124,7 +124,7 @@ def _ordered(
     lists = {
         SAMPLE: iter(slice_),
         NEAR: iter(np.argsort(_ranks_between(candidates, scores, values, limits), kind="stable").tolist()),
-        STRANGE: iter(np.argsort(-values[:, scores.index("ood_score")], kind="stable").tolist()),
+        UNUSUAL: iter(np.argsort(-values[:, scores.index("ood_score")], kind="stable").tolist()),
     }
     deviation = values.std(axis=0)
     points = (values - values.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)

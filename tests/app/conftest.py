@@ -7,5 +7,4 @@ import pytest
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """Asynchronous tests run on asyncio, as the service does."""
     return "asyncio"

@@ -26,21 +26,14 @@ from psc_core.tasks.regression import Regression
 
 CLASSES = ("dark", "middle", "bright")
 PREPROCESS = Preprocess("L", 8, 8, None, (0.5,), (0.5,))
-POISON = 201
-"""An image whose first pixel has this value makes the network raise."""
-NOT_FINITE = 202
-"""An image whose first pixel has this value gets NaN."""
+POISON = 201  # an image whose first pixel has this value makes the network raise
+NOT_FINITE = 202  # one whose first pixel has this value gets NaN
 
 
 class FakePipeline:
     """Class by brightness; p-value falls with the variance of the pixels.
 
-    Attributes:
-        sizes: Sizes of the batches that came, those at the check too.
-        seconds: How long a step takes.
-        memory: Maximum number of images that fit; beyond, out of memory.
-        dead: Every step fails.
-        check: Steps wait for it.
+    It notes the sizes of batches and its callers, and fails on command; steps wait for ``check``.
     """
 
     is_traced = False
@@ -74,7 +67,6 @@ class FakePipeline:
         return packed
 
     def explain(self, images: Tensor, /, *, with_map: bool = False) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Explanations, and maps of the pixels themselves."""
         brightness = images.float().mean((1, 2, 3)) / 255.0
         distances = (brightness[:, None] - torch.tensor([0.0, 0.5, 1.0])).abs()
         deviation = images.float().flatten(1)[:, :7] / 255.0
@@ -88,7 +80,6 @@ class FakePipeline:
         }
 
     def forward_with_map(self, images: Tensor, /) -> tuple[Tensor, Tensor]:
-        """A map of the pixels themselves."""
         return self(images), images[:, 0]
 
 
@@ -111,8 +102,6 @@ def outputs_of(images: Tensor) -> Tensor:
 
 
 class FakePipelineWithMap(FakePipeline):
-    """Its map is the image."""
-
     def __init__(self) -> None:
         super().__init__()
         tensors = {"mean": torch.zeros(1), "whitener": torch.ones(1, 1), "thresholds": torch.arange(255.0)}
@@ -134,7 +123,6 @@ class FakePipelineWithStoredImages(FakePipelineWithMap):
         self.stored_images = StoredImages({**tensors, **values})
 
     def explain(self, images: Tensor, /, *, with_map: bool = False) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The nearest by brightness too."""
         packed, explanation = super().explain(images, with_map=with_map)
         brightness = images.float().mean((1, 2, 3))[:, None] / 255.0
         assert self.stored_images is not None
@@ -142,23 +130,17 @@ class FakePipelineWithStoredImages(FakePipelineWithMap):
 
 
 class FakePipelineWithChecks(FakePipeline):
-    """Gives two checks the p-values 1 − brightness and brightness."""
-
     def __call__(self, images: Tensor, /) -> Tensor:
         brightness = images.float().mean((1, 2, 3), keepdim=True)[:, :, 0, 0] / 255.0
         return torch.cat([super().__call__(images), 1 - brightness, brightness], dim=1)
 
 
 class FakeBackbone:
-    """It has no graph of ONNX."""
-
     onnx = None
 
 
 @dataclass
 class FakeModel:
-    """What the registry asks of a model."""
-
     version: str = "v1"
     pipeline: FakePipeline = field(default_factory=FakePipeline)
     policy: ClassificationPolicy = field(
@@ -188,11 +170,9 @@ class FakeModel:
     )
 
     def outputs(self, packed: Matrix) -> Outputs[Matrix]:
-        """Packed outputs, read by name."""
         return Outputs(packed, self.score_names, self.checks)
 
     def probed(self) -> FakeModel:
-        """This one, untried."""
         return self
 
 
@@ -222,8 +202,6 @@ class FakeValuePipeline(FakePipeline):
 
 @dataclass
 class FakeValueModel(FakeModel):
-    """The same of a regression."""
-
     pipeline: FakePipeline = field(default_factory=FakeValuePipeline)
     policy: Any = field(default_factory=lambda: RegressionPolicy(alpha=0.2, max_width=14.0, coverage=0.9))
     task: Task = field(default_factory=lambda: Regression(target=Target(name="brightness", unit="%")))
@@ -237,7 +215,6 @@ class FakeValueModel(FakeModel):
 
 
 def pixels(value: int, *, first: int | None = None, size: int = 8) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A grey square of one value, its first pixel perhaps another."""
     array = np.full((size, size), value, np.uint8)
     if first is not None:
         array[0, 0] = first
@@ -245,7 +222,6 @@ def pixels(value: int, *, first: int | None = None, size: int = 8) -> np.ndarray
 
 
 def png(value: int, *, first: int | None = None, size: int = 8) -> bytes:
-    """The same as a PNG file."""
     buffer = io.BytesIO()
     Image.fromarray(pixels(value, first=first, size=size)).save(buffer, "PNG")
     return buffer.getvalue()

@@ -26,17 +26,12 @@ def live_server(models: Mapping[str, Any] | None = None, **settings: Any) -> Ite
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        _wait(lambda: server.started and not app.state.service.reasons())
+        end = time.monotonic() + GUARD_SECONDS
+        while not server.started or app.state.service.reasons():
+            assert time.monotonic() < end, "the server did not become ready"
+            time.sleep(0.01)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(20)
         listener.close()
-
-
-def _wait(condition: Any, seconds: float = GUARD_SECONDS) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError("the server did not become ready")
-        time.sleep(0.01)

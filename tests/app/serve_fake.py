@@ -27,8 +27,6 @@ STATE = Path(OPTIONS.get("state", "/nowhere"))
 
 
 class ControlledPipeline(FakePipeline):
-    """A fake that obeys the files of the folder."""
-
     def __call__(self, images: Tensor, /) -> Tensor:
         self.dead = (STATE / "dead").exists()
         if (STATE / "hang").exists():
@@ -38,7 +36,6 @@ class ControlledPipeline(FakePipeline):
 
 
 def load(*_: Any, **__: Any) -> FakeModel:
-    """In place of ``build_model``."""
     if (STATE / "bad").exists():
         raise BundleError("the bundle is bad")
     model = FakeModel(pipeline=ControlledPipeline())

@@ -39,8 +39,6 @@ class Models(dict[str, Any]):
 
 @dataclass
 class Running:
-    """The application under test."""
-
     client: httpx.AsyncClient
     service: Service
     models: Models
@@ -56,7 +54,6 @@ class Running:
         return sum(served.engine.pending for served in self.service.registry.served)
 
     async def metric(self, line: str) -> float:
-        """The value of the exposition line that begins with ``line``."""
         text = (await self.client.get("/metrics")).text
         return next((float(row.rsplit(" ", 1)[1]) for row in text.splitlines() if row.startswith(line + " ")), 0.0)
 
@@ -79,13 +76,11 @@ def clock() -> Iterator[Callable[[float], None]]:
 
 
 async def settled() -> None:
-    """Let everything that is due on the loop happen."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
 async def until(condition: Any, seconds: float = 10.0) -> None:
-    """Wait for a condition; fails when it does not come."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -112,5 +107,4 @@ async def running(
 
 
 def serve_next(app: Running, *models: PSC | Exception) -> None:
-    """Make the next loads give these."""
     app.models.upcoming = list(models)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,7 +30,6 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def healthcheck(**variables: str) -> int:
-    """Return the exit code of Docker's command."""
     command = [sys.executable, "-m", "app.healthcheck"]
     done = subprocess.run(command, env={**os.environ, **variables}, timeout=GUARD_SECONDS, check=False)
     return done.returncode
@@ -62,7 +62,6 @@ def test_finds_the_service_whatever_told_it_its_address(host: str, by: str, tmp_
 
 @contextmanager
 def leaving(environment: dict[str, str], *flags: str) -> Iterator[Server]:
-    """A service that is started in this environment."""
     program = [sys.executable, "-c", f"import os, runpy, sys; os.environ.update({environment}); "
                "sys.argv[0] = 'x'; runpy.run_module('tests.app.serve_fake', run_name='__main__')"]  # fmt: skip
     with serve(f"--bundle=m={SHIPPED_BUNDLE}", "--max-batch-size=8", *flags, program=program) as server:
@@ -76,7 +75,6 @@ def test_without_a_writable_folder_the_environment_counts(tmp_path: Path, monkey
 
 
 def test_the_address_of_another_user_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.healthcheck, "_files", lambda: [tmp_path / "file"])
     with leave_address("https://[::1]:1") as is_left:
         assert is_left and app.healthcheck._left_address() == "https://[::1]:1"
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
@@ -85,17 +83,15 @@ def test_the_address_of_another_user_does_not_count(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '"x"', "\x00", '{"address": '])
-def test_a_damaged_address_does_not_count(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.healthcheck, "_files", lambda: [tmp_path / "file"])
-    (tmp_path / "file").write_text(content)
+def test_a_damaged_address_does_not_count(content: str, tmp_path: Path) -> None:
+    (tmp_path / "address").write_text(content)
     assert app.healthcheck._left_address() is None
 
 
-def test_a_later_service_keeps_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.healthcheck, "_files", lambda: [tmp_path / "file"])
+def test_a_later_service_keeps_its_address(tmp_path: Path) -> None:
     with leave_address("http://later:2"):
         with leave_address("http://first:1"):
-            (tmp_path / "file").write_text('{"address": "http://later:2"}')
+            (tmp_path / "address").write_text('{"address": "http://later:2"}')
         assert app.healthcheck._left_address() == "http://later:2"
 
 
@@ -127,11 +123,22 @@ def test_asks_at_the_port_that_the_service_takes(value: str, monkeypatch: pytest
 
 
 class Ready(BaseHTTPRequestHandler):
-    """A service that is ready."""
-
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
+
+
+@contextmanager
+def ready(listener: socket.socket | None = None) -> Iterator[int]:
+    with HTTPServer(("127.0.0.1", 0), Ready) as server:
+        if listener is not None:
+            server.socket.close()
+            server.socket = listener
+        Thread(target=server.serve_forever).start()
+        try:
+            yield server.socket.getsockname()[1]
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "0.0.0.0", "::", "::1", "localhost"])
@@ -140,28 +147,17 @@ def test_asks_at_the_address_that_the_service_listens_on(host: str, monkeypatch:
         listener = _listen(host or load_settings().host, 0)
     except UsageError:
         pytest.skip("this machine lacks the address")
-    port = listener.getsockname()[1]
-    with HTTPServer(("", port), Ready, bind_and_activate=False) as server:
-        server.socket.close()
-        server.socket = listener
-        Thread(target=server.serve_forever).start()
-        try:
-            monkeypatch.setenv("PSC_HOST", host)
-            monkeypatch.setenv("PSC_PORT", str(port))
-            monkeypatch.delenv("PSC_TLS_CERTIFICATE", raising=False)
-            assert is_ready()
-        finally:
-            server.shutdown()
+    with ready(listener) as port:
+        monkeypatch.setenv("PSC_HOST", host)
+        monkeypatch.setenv("PSC_PORT", str(port))
+        monkeypatch.delenv("PSC_TLS_CERTIFICATE", raising=False)
+        assert is_ready()
 
 
 def test_asks_no_proxy() -> None:
-    with HTTPServer(("127.0.0.1", 0), Ready) as server:
-        Thread(target=server.serve_forever).start()
-        try:
-            proxies = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
-            assert healthcheck(PSC_PORT=str(server.server_port), no_proxy="", NO_PROXY="", **proxies) == 0
-        finally:
-            server.shutdown()
+    with ready() as port:
+        proxies = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
+        assert healthcheck(PSC_PORT=str(port), no_proxy="", NO_PROXY="", **proxies) == 0
 
 
 def test_defaults_are_those_of_the_settings() -> None:

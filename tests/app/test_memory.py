@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -26,7 +27,7 @@ def test_what_does_not_fit_is_refused_and_decoding_has_room_of_its_own() -> None
     held = budget()
     assert held.largest_body == (1000 - 25 * PIXEL_BYTES) // COPIES
     held.take(800)
-    with pytest.raises(TooManyRequests, match=r"800 of 1000 bytes \(max_buffered_bytes.*1 more do not fit"):
+    with pytest.raises(TooManyRequests):
         held.take(1)
     with held.decoding(25):
         pass
@@ -44,8 +45,7 @@ def test_an_image_larger_than_its_room_is_decoded_alone() -> None:
 def test_decoding_waits_for_others_that_decode() -> None:
     held = budget()
     held.take(700)
-    inside, go_on = threading.Event(), threading.Event()
-    seen: list[str] = []
+    inside, go_on, seen = threading.Event(), threading.Event(), list[str]()
 
     def first() -> None:
         with held.decoding(25):
@@ -57,13 +57,11 @@ def test_decoding_waits_for_others_that_decode() -> None:
         with held.decoding(20):
             seen.append("second")
 
-    threads = [threading.Thread(target=first), threading.Thread(target=second)]
-    threads[0].start()
-    inside.wait()
-    threads[1].start()
-    go_on.set()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(first)
+        inside.wait()
+        pool.submit(second)
+        go_on.set()
     assert seen == ["first", "second"]
 
 
@@ -78,7 +76,6 @@ def groups(folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: str) -> None
 
 
 def paths(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control groups that the process is in."""
     file, real = folder / "of-this-process", Path.read_text
     file.write_text(text)
     replaced = lambda path, *rest, **more: real(file if str(path) == "/proc/self/cgroup" else path, *rest, **more)  # noqa: E731
@@ -138,7 +135,7 @@ def test_a_process_that_is_nearly_full_takes_nothing_more(monkeypatch: pytest.Mo
     held.take(10)
     held.process_bytes = 1 << 20
     held.should_release()
-    with pytest.raises(NotReady, match="of its 1 MiB of memory; try again, or raise the container's limit"):
+    with pytest.raises(NotReady):
         held.take(1)
     held.process_bytes = 1 << 50
     held.should_release()

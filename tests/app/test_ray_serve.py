@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
-import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,7 +19,6 @@ import pytest
 import yaml
 
 from app.ray_serve import Replica, replicas_for_images
-from psc_core.log.store import open_log, read_rows
 from tests.app.fakes import FakeModel, png
 from tests.app.support import PNG, until
 from tests.conftest import ROOT, SHIPPED_BUNDLE
@@ -32,11 +26,6 @@ from tests.served import GUARD_SECONDS, command_line, is_alive, serve_shipped
 
 EXAMPLES = sorted((ROOT / "artifacts/dirty-mnist-resnet18/examples").glob("*.png"))
 CONFIG = ROOT / "deploy/ray/serve.yaml"
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.mark.anyio
@@ -99,16 +88,10 @@ def test_manifest_for_kuberay_deploys_the_same() -> None:
 
 
 def replica_processes() -> set[int]:
-    """Process ids of the replicas."""
-    numbers = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
-    titles = {
-        pid: command_line(pid) for pid in numbers
-    }  # Which Ray sets: what a replica is doing goes before and after.
-    return {
-        pid
-        for pid, title in titles.items()
-        if title.startswith("ray::") and "ServeReplica:psc:PSC" in title and is_alive(pid)
-    }
+    """Process ids of the replicas, by the titles that Ray sets: what one is doing goes before and after."""
+    numbers = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    titles = {pid: command_line(pid) for pid in numbers if is_alive(pid)}
+    return {pid for pid, title in titles.items() if title.startswith("ray::") and "ServeReplica:psc:PSC" in title}
 
 
 def wait(condition: Callable[[], Any]) -> Any:
@@ -169,7 +152,6 @@ class Cluster:
         return document
 
     def counted(self, metric: str = "psc_predictions_total", by: str = "label") -> Counter[str]:
-        """A counter over all replicas of the node, by one of its labels."""
         text = httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=GUARD_SECONDS).text
         rows = (line for line in text.splitlines() if line.startswith(f"{metric}{{"))
         counts = {row.split(f'{by}="')[1].split('"')[0]: int(float(row.rsplit(" ", 1)[1])) for row in rows}
@@ -202,53 +184,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:::ray.*", "ignore::ResourceWarni
 
 
 @pytest.mark.slow
-def test_serve_run_answers_the_examples() -> None:
-    """As docs/deploy.md says, in a Ray that the command starts; on other ports."""
-    serve_run = shutil.which("serve", path=str(Path(sys.executable).parent))
-    if serve_run is None:
-        pytest.skip("Ray Serve is not installed")
-    files = [path.read_bytes() for path in EXAMPLES]
-    with serve_shipped("--threads=1") as url:
-        expected = [httpx.post(url + "/predict", content=f, headers=PNG).json()["predictions"] for f in files]
-    with tempfile.TemporaryDirectory(prefix="psc-ray-", ignore_cleanup_errors=True) as folder:  # A short path: sockets.
-        cluster = Cluster(Path(folder))
-        config = yaml.safe_load(CONFIG.read_text())
-        config["http_options"]["port"] = cluster.port
-        (app,) = config["applications"]
-        app["args"] |= {"metrics_port": cluster.metrics_port, "backend": "folded", "threads": 1}
-        app["runtime_env"]["env_vars"]["PROMETHEUS_MULTIPROC_DIR"] = f"{folder}/metrics"
-        file = Path(folder) / "serve.yaml"
-        file.write_text(yaml.safe_dump(config))
-        environment = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
-        command = subprocess.Popen(
-            [serve_run, "run", str(file)],
-            cwd=ROOT,
-            env=os.environ | environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-        def is_ready() -> bool:
-            assert command.poll() is None
-            with contextlib.suppress(httpx.TransportError):
-                return httpx.get(cluster.url + "/readyz", timeout=GUARD_SECONDS).status_code == 200
-            return False
-
-        try:
-            wait(is_ready)
-            assert [cluster.answer(each)["predictions"] for each in files] == expected
-            assert cluster.counted().total() == len(files)
-            command.send_signal(signal.SIGINT)
-            command.wait(GUARD_SECONDS)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(command.pid, signal.SIGKILL)
-            command.wait()
-            wait(lambda: not replica_processes())
-
-
-@pytest.mark.slow
 def test_two_replicas_answer_and_count_as_one_service(cluster: Cluster) -> None:
     files = [path.read_bytes() for path in EXAMPLES]
     with serve_shipped("--threads=1") as url:
@@ -266,29 +201,6 @@ def test_two_replicas_answer_and_count_as_one_service(cluster: Cluster) -> None:
         answered = {pid for pid, db in databases.items() if b"psc_predictions_total" in db.read_bytes()}
         assert sent.total() < 3000
     wait(lambda: cluster.counted() == sent)
-
-
-@pytest.mark.slow
-def test_two_replicas_write_one_log(cluster: Cluster, tmp_path: Path) -> None:
-    settings = {"log": str(tmp_path / "log"), "log_flush_seconds": 0.5, "log_sample": 1.0}
-    cluster.deploy(**settings)
-    counted = cluster.counted("psc_log_rows_total", "result")
-    sent: list[str] = []
-    file = EXAMPLES[0].read_bytes()
-
-    def send() -> None:
-        for _ in range(500):
-            sent.append(cluster.predict(file).raise_for_status().headers["traceresponse"][3:52])
-
-    threads = [threading.Thread(target=send) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(GUARD_SECONDS)
-    wait(lambda: cluster.counted("psc_log_rows_total", "result") - counted == {"written": 2000})
-    log = open_log(tmp_path / "log")
-    assert sorted(name for batch in read_rows(log, "m") for name in batch["request_id"].to_pylist()) == sorted(sent)
-    assert {name.rsplit("/", 1)[1] for name, _ in log.names("images")} == {f"{hashlib.sha256(file).hexdigest()}.png"}
 
 
 @pytest.mark.slow

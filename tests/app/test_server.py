@@ -1,14 +1,24 @@
-"""The real server in one process of its own: SIGTERM, SIGHUP, a failing device, clients that leave."""
+"""The real server in a process of its own: signals, TLS, a failing device, clients that leave, threads and memory."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
+import os
+import platform
 import shutil
 import signal
 import socket
+import ssl
 import struct
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,21 +28,25 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from PIL import Image
 
+from app.main import linger_seconds, network_threads
 from app.protocol import LimitedProtocol
 from app.server import METRICS_BYTES, LastAccepting, metrics_parent, uvicorn_config
 from app.settings import load_settings
 from psc_core.errors import UsageError
 from tests.app.fakes import png
-from tests.app.support import PNG
-from tests.served import GUARD_SECONDS, Server, serve_fake
+from tests.app.support import PNG, running, until
+from tests.app.test_cli import command
+from tests.app.test_healthcheck import healthcheck
+from tests.conftest import ROOT
+from tests.served import GUARD_SECONDS, Server, is_alive, make_certificate, serve_fake
 
 HALF = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 100\r\n\r\nabc"
 CLIENTS = 24
 
 
 def whole() -> bytes:
-    """A request of one image."""
     head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: {len(png(5))}\r\n\r\n"
     return head.encode() + png(5)
 
@@ -94,6 +108,7 @@ def test_sigterm_answers_on_an_open_connection_and_stops_listening() -> None:
         server.wait_for_log('"draining"')
         answer = client.post(server.url + "/predict", content=png(1), headers=PNG)
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        assert client.post(server.url + "/predict", content=b"x", headers=PNG).headers["connection"] == "close"
         assert client.get(server.url + "/readyz").json()["reasons"] == {"service": "draining"}
         assert server.end() == 0
         with pytest.raises(ConnectionRefusedError):
@@ -107,15 +122,7 @@ def test_sigterm_ends_the_process_when_the_device_hangs(tmp_path: Path) -> None:
         server.until((tmp_path / "hanging").exists)
         assert server.terminate() == 0
         assert not client.recv(1 << 16).startswith(b"HTTP/1.1 200")
-    assert [name for name in ("draining", "Cancel 1 running task", "Finished server") if in_log(server, name)] == [
-        "draining",
-        "Cancel 1 running task",
-        "Finished server",
-    ]
-
-
-def in_log(server: Server, text: str) -> bool:
-    return any(text in line for line in server.log)
+    assert server.count_in_log("draining") and server.count_in_log("Finished server")
 
 
 def test_sigterm_ends_the_process_when_a_body_does_not_come() -> None:
@@ -125,21 +132,6 @@ def test_sigterm_ends_the_process_when_a_body_does_not_come() -> None:
         assert server.terminate() == 0
 
 
-def test_a_second_sigterm_changes_nothing() -> None:
-    with serve_fake() as server:
-        server.process.send_signal(signal.SIGTERM)
-        server.wait_for_log('"draining"')
-        server.process.send_signal(signal.SIGTERM)
-        assert server.end() == 0
-
-
-def test_sigint_ends_the_process_with_0() -> None:
-    with serve_fake() as server:
-        server.process.send_signal(signal.SIGINT)
-        assert server.end() == 0
-        assert not in_log(server, "Traceback")
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_loses_no_row_of_the_log(number: signal.Signals, tmp_path: Path) -> None:
     with serve_fake(f"--log={tmp_path}", "linger=0.1") as server:
@@ -147,6 +139,7 @@ def test_a_second_signal_loses_no_row_of_the_log(number: signal.Signals, tmp_pat
         for _ in range(3):
             server.process.send_signal(number)
         assert server.end() == 0
+        assert not server.count_in_log("Traceback")
     assert list(tmp_path.rglob("*.parquet"))
 
 
@@ -169,6 +162,13 @@ def test_the_access_log_has_the_client_that_a_proxy_names() -> None:
     assert len(logged[2]) < 1100  # Whatever it names.
 
 
+def test_sighup_reloads_in_the_same_process() -> None:
+    with serve_fake() as server:
+        server.process.send_signal(signal.SIGHUP)
+        server.until(lambda: 'psc_reloads_total{model="m",result="ok"} 1.0' in server.metrics())
+        assert server.count_in_log("Started server process") == 1
+
+
 def test_requests_of_clients_that_left_leave_the_queue(tmp_path: Path) -> None:
     with serve_fake("step=0.01", f"state={tmp_path}", "--deadline-seconds=1000", "--drain-seconds=1") as server:
         (tmp_path / "hang").touch()
@@ -184,42 +184,15 @@ def test_requests_of_clients_that_left_leave_the_queue(tmp_path: Path) -> None:
         server.until(lambda: 'psc_queue_depth{model="m"} 0.0' in server.metrics())
 
 
-def test_clients_that_close_their_side_are_answered() -> None:
-    with serve_fake("step=0.01") as server:
-        clients = [connect(server) for _ in range(20)]
-        for client in clients:
-            client.sendall(whole())
-            client.shutdown(socket.SHUT_WR)
-        for client in clients:
-            with client, client.makefile("rb") as answer:
-                assert answer.read().startswith(b"HTTP/1.1 200")
-        assert server.terminate() == 0
-
-
-def test_an_idle_connection_is_closed() -> None:
-    assert uvicorn_config(load_settings({"keep_alive_seconds": 3}), FastAPI).timeout_keep_alive == 3
-    with serve_fake("--keep-alive-seconds=1") as server, connect(server) as client:
-        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        received = b""
-        while piece := client.recv(4096):
-            received += piece
-        assert received.startswith(b"HTTP/1.1 200")
-
-
 def test_a_dead_device_ends_the_process_with_1_after_answering(tmp_path: Path) -> None:
     with serve_fake(f"state={tmp_path}") as server:
         (tmp_path / "dead").touch()
         answer = httpx.post(server.url + "/predict", content=png(1), headers=PNG, timeout=GUARD_SECONDS)
         assert answer.status_code == 503
         assert server.end() == 1
-        assert "the compute device failed" in json.loads(server.log[-1])["message"]
-
-
-def test_a_device_that_fails_at_warm_up_ends_the_process_with_1(tmp_path: Path) -> None:
-    (tmp_path / "dead").touch()
-    with serve_fake(f"state={tmp_path}", ready=False) as server:
+    with serve_fake(f"state={tmp_path}", ready=False) as server:  # And at the warm-up.
         assert server.end() == 1
-        assert "model 'm' failed at warm-up" in json.loads(server.log[-1])["message"]
+        assert json.loads(server.log[-1])["level"] == "critical"
 
 
 def test_metrics_of_several_workers_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +202,7 @@ def test_metrics_of_several_workers_go_where_there_is_room(tmp_path: Path, monke
         place.mkdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free[place]))
     assert metrics_parent([tmp_path / "absent", small, large]) == large
-    with pytest.raises(UsageError, match=r"several workers need 64 MiB for their metrics in .*small; free"):
+    with pytest.raises(UsageError):
         metrics_parent([small])
 
 
@@ -255,3 +228,313 @@ async def test_connections_that_wait_to_be_accepted_are_answered_at_the_end() ->
     for client in clients:
         with client:
             assert client.recv(100).startswith(b"HTTP/1.1 204")
+
+
+@pytest.mark.parametrize("drain_seconds", [0.0, 0.5, 2.9, 30.0])
+@pytest.mark.parametrize(("log", "fraction"), [(None, 1.0), ("somewhere", 0.8)])
+def test_lingering_and_draining_leave_time_for_the_log(drain_seconds: float, log: str | None, fraction: float) -> None:
+    settings = load_settings({"drain_seconds": drain_seconds, "log": log})
+    drain = uvicorn_config(settings, FastAPI).timeout_graceful_shutdown
+    assert drain is not None
+    assert linger_seconds(settings) + drain == pytest.approx(fraction * drain_seconds)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, 8), ({"workers": 2}, 4), ({"workers": 3}, 2), ({"workers": 16}, 1), ({"workers": 2, "threads": 8}, 8)],
+)
+def test_workers_share_the_threads_unless_told(settings: dict[str, int], expected: int) -> None:
+    assert network_threads(load_settings(settings), 8) == expected
+
+
+def tiff(compression: str, mode: str = "L") -> bytes:
+    buffer = io.BytesIO()
+    Image.linear_gradient("L").convert(mode).save(buffer, "TIFF", compression=compression)
+    return buffer.getvalue()
+
+
+def test_damaged_images_write_nothing_between_the_lines_of_the_log() -> None:
+    whole = [tiff("tiff_lzw"), tiff("tiff_adobe_deflate"), tiff("packbits"), tiff("group4", "1"), tiff("jpeg")]
+    damaged = [data[:100] + b"\xa5" * 40 + data[140:] for data in whole]
+    beyond_its_end = tiff("raw").replace(struct.pack("<HHL", 258, 3, 1), struct.pack("<HHL", 258, 3, 40_000))
+    with serve_fake() as server:
+        for image in (*damaged, beyond_its_end):
+            answer = httpx.post(server.url + "/predict", content=image, headers=PNG, timeout=GUARD_SECONDS)
+            assert answer.status_code in (200, 422)  # libtiff goes on after some errors.
+        assert server.terminate() == 0
+    assert len(server.log) == sum(line.startswith('{"time":') for line in server.log), "".join(server.log)
+
+
+REPLACE = """
+import re
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from app.server import UvicornHost
+from psc_core.allocator import keep_freed_memory
+
+def resident_mib():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+
+keep_freed_memory()
+old, new = SimpleNamespace(weight=torch.ones(64 << 18)), torch.ones(1)
+old.itself = old
+del old
+print(resident_mib())
+UvicornHost().models_changed()
+print(resident_mib())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
+def test_memory_of_replaced_models_is_returned() -> None:
+    run = subprocess.run([sys.executable, "-c", REPLACE], capture_output=True, text=True, check=True)
+    before, after = map(int, run.stdout.split())
+    assert before - after > 56
+
+
+COMPUTING = """
+import sys, threading, time
+import torch
+from app import main
+
+seconds, main._THREAD_SECONDS = map(float, sys.argv[1:])
+began = time.monotonic()
+
+def compute():
+    while time.monotonic() < began + seconds:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+
+threading.Thread(target=compute, name="psc-device-m", daemon=True).start()
+print("kept", end="")
+main.end_threads(7)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("seconds", "wait"), [(1.0, 600.0), (600.0, 0.1)])
+def test_a_thread_that_computes_does_not_abort_the_process(seconds: float, wait: float) -> None:
+    command = [sys.executable, "-c", COMPUTING, str(seconds), str(wait)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=GUARD_SECONDS, check=False)
+    assert (done.returncode, done.stdout) == (7, "kept")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_https_with_a_certificate(tmp_path: Path, workers: int) -> None:
+    certificate, key = make_certificate(tmp_path)
+    trust = ssl.create_default_context(cafile=str(certificate))
+    with serve_fake(f"--tls-certificate={certificate}", f"--tls-key={key}", f"--workers={workers}") as server:
+        assert server.url == f"https://127.0.0.1:{server.port}"
+        answer = httpx.post(server.url + "/predict", content=png(3), headers=PNG, verify=trust, timeout=GUARD_SECONDS)
+        assert answer.status_code == 200
+        assert healthcheck(PSC_PORT=str(server.port), PSC_TLS_CERTIFICATE=str(certificate)) == 0
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{server.port}/healthz", timeout=GUARD_SECONDS)
+        assert server.terminate() == 0
+
+
+def test_rejects_an_unusable_certificate_in_one_line(tmp_path: Path, tiny_bundle: Path) -> None:
+    missing, broken = tmp_path / "missing.pem", tmp_path / "broken.pem"
+    broken.write_text("no certificate\n")
+    for path in (missing, broken):
+        ended = command("--bundle", str(tiny_bundle), f"--tls-certificate={path}", f"--tls-key={path}")
+        assert ended.returncode == 2
+        assert str(path) in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.anyio
+async def test_a_proxys_path_is_in_the_document_and_the_page_links_relatively() -> None:
+    async with running(root_path="/uncertain") as app:
+        document = (await app.client.get("/openapi.json")).json()
+        assert {"url": "/uncertain"} in document["servers"]
+        for path in ("/", "/docs"):
+            page = (await app.client.get(path)).text
+            assert 'href="/' not in page
+            assert 'src="/' not in page
+        assert 'url: "openapi.json"' in (await app.client.get("/page/docs.js")).text
+        assert (await app.client.post("/predict", content=png(1), headers=PNG)).status_code == 200
+
+
+YEAR = 365 * 24 * 3600.0
+
+
+@pytest.mark.usefixtures("device_thread")
+@pytest.mark.anyio
+@pytest.mark.parametrize("jump", [YEAR, -YEAR])
+async def test_a_wall_clock_that_jumps_ends_no_request(jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(deadline_seconds=1000) as app:
+        app.model.pipeline.check.clear()
+        steps = len(app.model.pipeline.sizes)
+        waiting = asyncio.create_task(app.client.post("/predict", content=png(1), headers=PNG))
+        await until(lambda: len(app.model.pipeline.sizes) > steps)
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + jump)
+        app.service.registry.sweep()
+        queued = asyncio.create_task(app.client.post("/predict", content=png(2), headers=PNG))
+        await until(lambda: app.pending)
+        app.service.registry.sweep()
+        app.model.pipeline.check.set()
+        assert [(await each).status_code for each in (waiting, queued)] == [200, 200]
+
+
+def test_no_key_is_in_the_log_or_the_metrics() -> None:
+    keys = {
+        name: f"secret-{name}-0123456789abcdef" for name in ("predict", "admin", "wrong", "bearer", "query", "cookie")
+    }
+    flags = (f"--api-keys={keys['predict']}", f"--admin-keys={keys['admin']}", "--log-level=debug", "--access-log")
+    sent = [{"x-api-key": keys[name]} for name in ("predict", "admin", "wrong")]
+    sent += [{"authorization": f"Bearer {keys['bearer']}"}, {"cookie": keys["cookie"]}]
+    with serve_fake(*flags) as server, httpx.Client(base_url=server.url, timeout=GUARD_SECONDS) as client:
+        for headers in sent:
+            client.post(f"/predict?api_key={keys['query']}", content=png(1), headers={**PNG, **headers})
+            client.post("/admin/reload", headers=headers)
+        metrics = server.metrics()
+        assert server.terminate() == 0
+    written = "".join(server.log) + metrics
+    assert '"path":"/predict"' in written
+    assert [name for name, key in keys.items() if key in written] == []
+
+
+PREDICTIONS = 'psc_predictions_total{label="dark",model="m"} %d.0'
+
+
+def predict(server: Server) -> httpx.Response:
+    return httpx.post(server.url + "/predict", content=png(1), headers=PNG, timeout=GUARD_SECONDS)
+
+
+@contextmanager
+def two_workers(*arguments: str) -> Iterator[Server]:
+    with serve_fake("--workers=2", *arguments) as server:
+        server.wait_for_log('"model ready"', 2)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="module")
+def server(state: Path) -> Iterator[Server]:
+    with two_workers("--admin-keys=secret", f"state={state}") as started:
+        yield started
+
+
+@contextmanager
+def predicting(server: Server) -> Iterator[list[int]]:
+    """The statuses of predictions that are made one after the other meanwhile; 0 for a failure."""
+    statuses: list[int] = []
+    ended = threading.Event()
+
+    def send() -> None:
+        while not ended.is_set():
+            try:
+                statuses.append(predict(server).status_code)
+            except httpx.HTTPError:
+                statuses.append(0)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield statuses
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_metrics_are_sums_over_workers_and_forget_dead_ones() -> None:
+    with two_workers() as server:
+        limit = "psc_queue_limit_images"
+        server.until(lambda: f'{limit}{{model="m"}} 4096.0' in server.metrics())
+        for _ in range(20):
+            assert predict(server).status_code == 200
+        server.until(lambda: PREDICTIONS % 20 in server.metrics())  # Recorded a few times a second.
+        os.kill(min(server.workers), signal.SIGKILL)
+        server.wait_for_log('"model ready"', 3)
+        server.until(lambda: f'{limit}{{model="m"}} 4096.0' in server.metrics())
+        assert PREDICTIONS % 20 in server.metrics()
+
+
+def test_a_killed_worker_is_replaced_while_the_other_answers(server: Server) -> None:
+    before, ready = server.workers, server.count_in_log('"model ready"')
+    assert len(before) == 2
+    os.kill(min(before), signal.SIGKILL)
+    server.until(lambda: not is_alive(min(before)))
+    with predicting(server) as statuses:
+        server.wait_for_log('"model ready"', ready + 1)
+    assert set(statuses) == {200}
+    assert len(server.workers) == 2
+    assert max(before) in server.workers
+
+
+def test_both_workers_answer(server: Server) -> None:
+    for stopped in server.workers:  # A connection that it accepted would wait for it, but nobody is connected.
+        os.kill(stopped, signal.SIGSTOP)
+        assert predict(server).status_code == 200
+        os.kill(stopped, signal.SIGCONT)
+
+
+def test_sighup_replaces_all_workers_while_requests_are_answered(server: Server) -> None:
+    before = server.workers
+    with predicting(server) as statuses:
+        server.process.send_signal(signal.SIGHUP)
+        server.until(lambda: len(server.workers) == 2 and not server.workers & before)
+    assert set(statuses) == {200}
+    server.until(lambda: "psc_ready 1.0" in server.metrics())  # The last values of those that ended are gone.
+    assert 'psc_queue_limit_images{model="m"} 4096.0' in server.metrics()
+
+
+def test_a_reload_over_http_reaches_all_workers(server: Server) -> None:
+    before = server.workers
+    answer = httpx.post(server.url + "/admin/reload", headers={"x-api-key": "secret"}, timeout=GUARD_SECONDS)
+    assert answer.status_code == 200, answer.text
+    server.until(lambda: len(server.workers) == 2 and not server.workers & before)
+    assert predict(server).status_code == 200
+
+
+def test_a_reload_that_fails_leaves_the_workers_as_they_are(server: Server, state: Path) -> None:
+    before = server.workers
+    (state / "bad").touch()
+    answer = httpx.post(server.url + "/admin/reload", headers={"x-api-key": "secret"}, timeout=GUARD_SECONDS)
+    assert (answer.status_code, answer.json()["detail"]) == (422, "the bundle is bad")
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for_log("aborting the restart")
+    (state / "bad").unlink()
+    assert server.workers == before
+    assert predict(server).status_code == 200
+
+
+def test_a_bad_bundle_ends_the_service_with_2(tmp_path: Path) -> None:
+    (tmp_path / "bad").touch()
+    with serve_fake("--workers=2", f"state={tmp_path}", ready=False) as server:
+        assert server.end() == 2
+        assert any("the bundle is bad" in line for line in server.log)
+        last = json.loads(server.log[-1])
+        assert (last["level"], last["message"]) == ("critical", "a worker could not start; see the log")
+
+
+def test_the_parent_stops_listening_before_the_workers_end(tmp_path: Path) -> None:
+    with two_workers("step=0.01", f"state={tmp_path}", "--drain-seconds=1000", "--deadline-seconds=1000") as server:
+        (tmp_path / "hang").touch()
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(whole())
+            server.until((tmp_path / "hanging").exists)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for_log("Shutting down", 2)
+
+            def refused() -> bool:
+                with contextlib.suppress(ConnectionRefusedError):
+                    socket.create_connection(("127.0.0.1", server.port)).close()
+                    return False
+                return True
+
+            server.until(refused)
+            assert server.process.poll() is None
+
+
+def test_workers_end_when_their_parent_is_killed() -> None:
+    with two_workers() as server:
+        workers = server.workers
+        server.process.kill()
+        server.until(lambda: not any(map(is_alive, workers)))

@@ -1,27 +1,26 @@
-"""What the routes share: how the process ends, and metrics before the first request."""
+"""What the routes share: API keys, how the process ends, and the threads of a service."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from pydantic import SecretStr
+from starlette.datastructures import Headers
 
+from app.errors import Forbidden, Unauthorized, problem_of
 from app.main import make_service
-from app.service import Host
+from app.service import ApiKeys, Host
 from app.settings import load_settings
+from psc_core.errors import UsageError
 from tests.app.fakes import FakeModel
-from tests.app.support import clock, running, serve_next, until
+from tests.app.support import running, serve_next, until
 
 pytestmark = pytest.mark.anyio
-
-
-async def test_counters_start_at_zero() -> None:
-    async with running() as app:
-        text = (await app.client.get("/metrics")).text
-        assert 'psc_abstained_total{model="m",reason="ood"} 0.0' in text
-        assert f'psc_predictions_total{{label="{app.model.classes[0]}",model="m"}} 0.0' in text
 
 
 def test_a_service_that_was_not_started_has_written_nothing(tmp_path: Path) -> None:
@@ -44,32 +43,13 @@ async def test_host_is_told_when_models_are_ready_and_when_replaced_ones_have_en
         await until(lambda: host.times == 2)
 
 
-async def test_log_has_time_when_the_models_have_used_all_of_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with running(log=str(tmp_path), drain_seconds=1000) as app:
-        with clock() as advance:
-            left: list[float] = []
-
-            async def close(_: object, *, within_s: float) -> None:
-                left.append(within_s)
-                advance(within_s)
-
-            monkeypatch.setattr("app.models.Registry.close", close)
-            monkeypatch.setattr("app.log.LogWriter.close", close)
-            await app.service.close()
-        monkeypatch.undo()
-    assert left == [pytest.approx(800, abs=100), pytest.approx(200, abs=100)]
-
-
 @pytest.mark.parametrize(("log", "is_told"), [(False, False), (True, True)])
 async def test_deadline_beyond_the_drain_is_told_at_the_start(
     log: bool, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(log=str(tmp_path) if log else None, deadline_seconds=9, drain_seconds=10):
         pass
-    told = "requests may take 9 s, but have only 8 s when the service is told to end; raise PSC_DRAIN_SECONDS"
-    assert (told in caplog.text) == is_told
+    assert ("raise PSC_DRAIN_SECONDS" in caplog.text) == is_told
 
 
 async def test_threads_are_a_service_s_own_and_end_with_it(tmp_path: Path) -> None:
@@ -78,3 +58,95 @@ async def test_threads_are_a_service_s_own_and_end_with_it(tmp_path: Path) -> No
         threads = {await asyncio.wrap_future(pool.submit(threading.current_thread)) for pool in pools}
         assert len(threads) == 4
     await until(lambda: not any(thread.is_alive() for thread in threads))
+
+
+async def test_a_slash_too_many_is_not_redirected() -> None:
+    async with running(root_path="/u") as app:
+        assert (await app.client.get("/model/")).status_code == 404
+
+
+KEYS = ApiKeys.of(predict=["predict-one", "predict-two"], admin=["admin-one"])
+
+
+def sent(**headers: str) -> Headers:
+    raw = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
+    return Headers(raw=raw)
+
+
+@pytest.mark.parametrize("key", ["predict-one", "predict-two", "admin-one"])
+def test_each_key_predicts_in_either_header(key: str) -> None:
+    KEYS.check_predict(sent(x_api_key=key))
+    KEYS.check_predict(sent(authorization=f"Bearer {key}"))
+    KEYS.check_predict(sent(authorization=f"bearer  {key} "))
+
+
+def test_only_admin_keys_administer() -> None:
+    KEYS.check_admin(sent(x_api_key="admin-one"))
+    with pytest.raises(Unauthorized):
+        KEYS.check_admin(sent(x_api_key="predict-one"))
+
+
+@pytest.mark.parametrize("role", ["predict", "admin"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        *({"x_api_key": key} for key in ("", "predict-on", "predict-one ", "prédict-one")),
+        *({"authorization": value} for value in ("Bearer", "Basic predict-one", "predict-one")),
+    ],
+)
+def test_everything_else_is_unauthorized(role: str, headers: dict[str, str]) -> None:
+    with pytest.raises(Unauthorized) as caught:
+        getattr(KEYS, f"check_{role}")(sent(**headers))
+    problem = problem_of(caught.value)
+    assert problem.document.status == 401
+    assert problem.headers["www-authenticate"].startswith("Bearer")
+    assert "predict-one" not in problem.document.detail
+
+
+def test_without_keys_prediction_is_open_whatever_is_sent() -> None:
+    for keys in (ApiKeys.of(), ApiKeys.of(admin=["admin-one"])):
+        assert not keys.predict
+        keys.check_predict(sent())
+        keys.check_predict(sent(x_api_key="anything"))
+
+
+def test_without_admin_keys_nobody_administers() -> None:
+    with pytest.raises(Forbidden, match="PSC_ADMIN_KEYS"):
+        ApiKeys.of(predict=["predict-one"]).check_admin(sent(x_api_key="predict-one"))
+
+
+def keys_of(**settings: object) -> ApiKeys:
+    names = [f"{role}_keys{suffix}" for role in ("api", "admin", "feedback") for suffix in ("", "_file")]
+    return ApiKeys.from_settings(
+        SimpleNamespace(**{name: None if name.endswith("file") else () for name in names} | settings)
+    )
+
+
+def test_keys_come_from_settings_and_files(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# our keys\n\n from-file \nsecond\n", encoding="utf-8")
+    keys = keys_of(api_keys=(SecretStr("from-environment"),), api_keys_file=file)
+    assert len(keys.predict) == 3 and not keys.admin
+    for key in ("from-file", "second", "from-environment"):
+        keys.check_predict(sent(x_api_key=key))
+    with pytest.raises(Unauthorized):
+        keys.check_predict(sent(x_api_key="# our keys"))
+
+
+@pytest.mark.parametrize("content", ["", "# only a comment\n\n", "two words\n", "schlüssel\n", None])
+def test_unusable_key_files_are_refused_without_showing_keys(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+    with pytest.raises(UsageError) as caught:
+        keys_of(admin_keys_file=file)
+    assert not content or not content.strip() or content.strip() not in str(caught.value)
+
+
+def test_keys_are_never_shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(Unauthorized):
+        KEYS.check_predict(sent(x_api_key="guess-that-must-not-be-logged"))
+    assert "guess" not in caplog.text
+    assert "predict-one" not in f"{KEYS} {vars(KEYS)}"

@@ -6,30 +6,20 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from PIL import Image
-from pydantic import ValidationError
 
 from app.cli import parser, settings_from
 from app.settings import Settings, load_settings
-from psc_core.answers import Alpha, BasePolicy, ClassificationPolicy, Coverage
 from psc_core.errors import UsageError
 from tests.docs.tables import settings_table
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
-    """Sets variables where no setting is set."""
     for name in [name for name in os.environ if name.startswith("PSC_")]:
         monkeypatch.delenv(name)
-
-    def set_variables(variables: dict[str, str]) -> None:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return set_variables
+    return lambda variables: [monkeypatch.setenv(*each) for each in variables.items()]
 
 
 Environment = Callable[[dict[str, str]], None]
@@ -52,31 +42,19 @@ def test_the_file_of_a_flag_wins_over_that_of_the_environment(tmp_path: Path, en
     assert (settings.port, settings.bundle) == (1, ("a", "b=1"))
 
 
-def test_settings_are_frozen() -> None:
-    with pytest.raises(ValidationError):
-        load_settings().port = 1  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
         ({"PSC_PROT": "1"}, "unknown setting PSC_PROT"),
-        ({"PSC_LOGS": "s3://bucket/log"}, "unknown setting PSC_LOGS"),
-        ({"PSC_CORS_ORIGIN": "https://a.org"}, "unknown setting PSC_CORS_ORIGIN"),
         ({"PSC_GPRC_PORT": "https://a.org"}, "unknown setting PSC_GPRC_PORT"),
-        ({"PSC_PORT": "https://a.org"}, "setting port"),
         ({"PSC_PORT": "x"}, "setting port"),
         ({"PSC_ALPHA": "2"}, "setting alpha"),
-        ({"PSC_ALPHA": "0"}, "setting alpha"),
         ({"PSC_DRAIN_SECONDS": "inf"}, "setting drain_seconds"),
         ({"PSC_DEVICE": "tpu"}, "setting device"),
         ({"PSC_MAX_QUEUE_IMAGES": "5"}, "never be admitted"),
-        ({"PSC_MAX_DELAY_MS": "60001"}, "setting max_delay_ms"),
         ({"PSC_MAX_DELAY_MS": "2000", "PSC_DEADLINE_SECONDS": "2"}, "2000 ms and 2 s"),
-        ({"PSC_THREADS": "1025"}, "setting threads"),
         ({"PSC_TLS_KEY": "k.pem"}, "set both or neither"),
         ({"PSC_ALLOWED_HOSTS": "a.org,a*b"}, r"example.org or \*.example.org, got 'a\*b'"),
-        ({"PSC_ALLOWED_HOSTS": "*a.org"}, r"got '\*a.org'"),
         ({"PSC_MAX_PIXELS": "178956971"}, "setting max_pixels"),
         ({"PSC_DRIFT_WINDOW": "1000001"}, "setting drift_window"),
         ({"PSC_BUNDLE": "a=x,a=y"}, "expected different bundle names"),
@@ -92,13 +70,9 @@ def test_rejects_unusable_values(environment: Environment, variables: dict[str, 
 
 def test_ignores_variables_that_kubernetes_makes(environment: Environment) -> None:
     default = load_settings()
-    made = {
-        "SERVICE_HOST": "10.0.0.1",
-        "SERVICE_PORT": "8000",
-        "SERVICE_PORT_HTTP": "8000",
-        "PORT": "tcp://10.0.0.1:8000",
-    }
-    made |= {"PORT_8000_TCP": "tcp://10.0.0.1:8000", "PORT_8000_TCP_PROTO": "tcp", "PORT_8000_TCP_ADDR": "10.0.0.1"}
+    port = "tcp://10.0.0.1:8000"
+    made = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "8000", "SERVICE_PORT_HTTP": "8000", "PORT": port}
+    made |= {"PORT_8000_TCP": port, "PORT_8000_TCP_PROTO": "tcp", "PORT_8000_TCP_ADDR": "10.0.0.1"}
     services = ("PSC", "PSC_GRPC", "PSC_DIGITS_PREDICTOR")
     environment({f"{service}_{name}": value for service in services for name, value in made.items()})
     assert load_settings() == default
@@ -107,11 +81,6 @@ def test_ignores_variables_that_kubernetes_makes(environment: Environment) -> No
 def test_accepts_the_hosts_that_starlette_accepts() -> None:
     hosts = ("*", "*.a.org", "a.org")
     assert load_settings({"allowed_hosts": ",".join(hosts)}).allowed_hosts == hosts
-
-
-def test_the_maximum_of_max_pixels_is_that_of_pillow() -> None:
-    maximum = 2 * (Image.MAX_IMAGE_PIXELS or 0)
-    assert load_settings({"max_pixels": maximum}).max_pixels == maximum
 
 
 def test_keys_are_never_shown(environment: Environment) -> None:
@@ -129,8 +98,7 @@ def test_keys_are_never_shown(environment: Environment) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("prot = 1", "unknown setting 'prot'"), ("port = ", "is not TOML"), (None, "check --config")],
+    ("text", "message"), [("prot = 1", "unknown setting 'prot'"), ("port = ", "is not TOML"), (None, "check --config")]
 )
 def test_rejects_a_bad_file(tmp_path: Path, text: str | None, message: str) -> None:
     config = tmp_path / "psc.toml"
@@ -160,27 +128,8 @@ def test_every_setting_is_a_flag_and_in_the_table() -> None:
         assert field.description
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--bundle", "a", "--bundle", "b=c"], {"bundle": ("a", "b=c")}),
-        (["--access-log", "--no-page"], {"access_log": True, "page": False}),
-        (["--max-delay-ms", "2.5", "--port", "0"], {"max_delay_ms": 2.5, "port": 0}),
-        (["--api-keys", "a,b"], {}),
-    ],
-)
-def test_flags(arguments: list[str], expected: dict[str, Any]) -> None:
-    settings = settings_from(arguments)
-    for name, value in expected.items():
-        assert getattr(settings, name) == value
-
-
-def test_a_policy_may_have_thresholds_that_are_no_settings() -> None:
-    class Other(BasePolicy):
-        minimum_margin: float
-        alpha: Alpha
-        coverage: Coverage
-
-    settings = load_settings({"alpha": 0.2, "ambiguity_threshold": 0.5})
-    assert settings.thresholds(Other) == {"alpha": 0.2}
-    assert settings.thresholds(ClassificationPolicy) == {"alpha": 0.2, "ambiguity_threshold": 0.5}
+def test_flags() -> None:
+    words = ["--bundle", "a", "--bundle", "b=c", "--access-log", "--no-page", "--max-delay-ms", "2.5", "--port", "0"]
+    settings = settings_from(words)
+    assert settings.bundle == ("a", "b=c")
+    assert (settings.access_log, settings.page, settings.max_delay_ms, settings.port) == (True, False, 2.5, 0)

@@ -44,13 +44,10 @@ SHAPE: Final = (1, 8, 8)
 
 
 def nested(body: bytes, number: int) -> bytes:
-    """A message as a field of another."""
     return bytes([number << 3 | 2]) + content(body)
 
 
 def http(media: bytes) -> Callable[[bytes], Any]:
-    """The images of a body of this type, which arrives in pieces."""
-
     def read(body: bytes) -> Any:
         pieces = [body[start : start + 1000] for start in range(0, len(body), 1000)] or [b""]
         messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]

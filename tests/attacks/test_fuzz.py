@@ -45,7 +45,6 @@ def victim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def places(body: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every key and position; of long lists the ends."""
     if isinstance(body, dict):
         items: list[tuple[Any, Any]] = list(body.items())
     else:
@@ -103,9 +102,7 @@ def test_edited_manifests(victim: tuple[Path, dict[str, Any]], data: st.DataObje
     data=st.data(),
     flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=8),
 )
-def test_flipped_bits_in_tensors(
-    victim: tuple[Path, dict[str, Any]], data: st.DataObject, flips: list[tuple[float, int]]
-) -> None:
+def test_flipped_bits(victim: tuple[Path, dict[str, Any]], data: st.DataObject, flips: list[tuple[float, int]]) -> None:
     bundle, whole = victim
     forge.write(bundle, copy.deepcopy(whole))
     part = data.draw(st.sampled_from([part for part in PARTS if (bundle / f"{part}.safetensors").exists()]), "part")

@@ -28,6 +28,13 @@ SCRIPTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _keep_data_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs name their data folder in the environment; tests after them must not see it."""
+    monkeypatch.setenv("PSC_DATA", "")
+    monkeypatch.delenv("PSC_DATA")
+
+
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> list[str]:
     """Results and checkpoints that the scripts share."""

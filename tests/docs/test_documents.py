@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -16,9 +15,6 @@ import shtab
 
 from app.cli import parser as serve_parser
 from app.client_cli import parser as predict_parser
-from psc_core import checks
-from psc_core.answers import ClassificationAnswer
-from psc_core.checks import CHECKS
 from psc_core.cli.evaluate import parser as eval_parser
 from psc_core.cli.evaluate import report_parser as report_parser
 from psc_core.cli.fit import parser as fit_parser
@@ -89,36 +85,12 @@ def test_flags_can_be_completed(command: str, shell: str) -> None:
     assert "--help" in script and command in script.replace("_", "-")
 
 
-@pytest.mark.parametrize("command", PARSERS)
-def test_flags_are_described_by_a_noun_or_a_verb(command: str) -> None:
-    """A text stands alone: "bundle that answers", "unit of the numbers", not "that answers", "of the numbers"."""
-    parsers = [PARSERS[command]()]
-    for parser in parsers:
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                parsers += action.choices.values()
-            else:
-                text = (action.help or "").lower()
-                assert text, f"{command} {action.dest} is not described"
-                assert not re.match(_FRAGMENT, text), f"{command} {action.dest}: {text}"
-
-
-_FRAGMENT = r"(of|that|from|by|before|whose|which|what|where|how|only|those|the same|in|for) "
-
-
 def test_index_page_stands_alone() -> None:
     """Where a package index shows it, there are no other files to link to."""
     text = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"]["text"]
     assert "](" not in text
-    assert [words[0] for words in command_lines(text)] == ["psc-serve", "psc-fit", "psc-serve"]
     for words in command_lines(text):
         PARSERS[words[0]]().parse_args(words[1:])
-
-
-def test_readme_starts_with_a_make_target() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert command_lines(README)[0] == ["make", "serve"]
-    assert "serve" in targets
 
 
 def test_readme_curl_lines_send_existing_files() -> None:
@@ -157,12 +129,3 @@ def test_documentation_site_builds_without_outside_hosts(tmp_path: Path) -> None
     assert {page.parent.name for page in pages} >= {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
     loaded = r'<(?:script|img|link)\b[^>]*\b(?:src|href)="(https?://[^"]+)"'
     assert [found for page in pages for found in re.findall(loaded, page.read_text())] == []
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_a_check_has_one_meaning(check: str) -> None:
-    """In the API's schema, in the documents, and in the table of the module that computes it."""
-    told = re.search(rf"`{check}` \(([^)]+)\)", ClassificationAnswer.model_fields["checks"].description or "")
-    assert told and f"`{check}` ({told[1]})" in (ROOT / "docs" / "service.md").read_text()
-    assert re.search(rf"^\| `{check}` \|.*\| {told[1]} \|$", (ROOT / "docs" / "method.md").read_text(), re.MULTILINE)
-    assert re.search(rf"^``{check}``.* {told[1]}(:|$)", checks.__doc__ or "", re.MULTILINE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
@@ -30,41 +30,30 @@ def headlines() -> Mapping[str, str]:
     return {part.splitlines()[0]: part for part in parts if "\n|" in part}
 
 
+def check_known(cells: Iterable[str], known: Sequence[float]) -> None:
+    """Each decimal number of a table is one of those that are known, rounded."""
+    for text in NUMBER.findall("\n".join(cells)):
+        decimals, number = len(text.partition(".")[2]), float(text.replace(",", ""))
+        assert not decimals or any(abs(value - number) <= 0.500001 * 10**-decimals for value in known), text
+
+
 @pytest.mark.parametrize("title", headlines())
 def test_headline_numbers_are_on_the_page_they_link_to(title: str) -> None:
-    """Each decimal number of a table is some number of the linked page, rounded."""
-    part = headlines()[title]
-    pages = set(re.findall(r"\]\(([a-z]+\.md)", part))
+    pages = set(re.findall(r"\]\(([a-z]+\.md)", headlines()[title]))
     known = [float(text.replace(",", "")) for page in pages for text in NUMBER.findall((RESULTS / page).read_text())]
     assert known
-    cells = "\n".join(line.partition("|")[2].partition("|")[2] for line in part.splitlines() if line.startswith("|"))
-    for text in NUMBER.findall(cells):
-        decimals = len(text.partition(".")[2])
-        error = 0.500001 * 10**-decimals
-        if decimals:
-            assert any(abs(value - float(text.replace(",", ""))) <= error for value in known), text
+    lines = (line for line in headlines()[title].splitlines() if line.startswith("|"))
+    check_known([line.partition("|")[2].partition("|")[2] for line in lines], known)
 
 
 def test_numbers_of_the_shipped_bundle_are_measured() -> None:
-    """Each decimal number of the section is one of its two evaluations, rounded."""
+    """By one of its two evaluations."""
     page = (ROOT / "artifacts" / "README.md").read_text()
     section = page.partition("### What it measures")[2].partition("\n## ")[0]
-    files = re.findall(r"\]\(\.\./benchmarks/results/(shipped[a-z-]*\.json)\)", section)
-    assert len(set(files)) == 2
-    known = [abs(value) for file in files for value in numbers_in(json.loads((RESULTS / file).read_text()))]
+    files = set(re.findall(r"\]\(\.\./benchmarks/results/(shipped[a-z-]*\.json)\)", section))
+    assert len(files) == 2
+    known: list[float] = []
+    for file in files:
+        json.loads((RESULTS / file).read_text(), parse_float=lambda text: known.append(abs(float(text))))
     known += [100 * value for value in known] + [100 * (1 - value) for value in known]
-    tables = "\n".join(line for line in section.splitlines() if line.startswith("|"))
-    for text in NUMBER.findall(tables):
-        decimals = len(text.partition(".")[2])
-        if decimals:
-            assert any(abs(value - float(text)) <= 0.500001 * 10**-decimals for value in known), text
-
-
-def numbers_in(document: object) -> Iterator[float]:
-    """Every number of a JSON document."""
-    if isinstance(document, bool):
-        return
-    if isinstance(document, (int, float)):
-        yield float(document)
-    for inside in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
-        yield from numbers_in(inside)
+    check_known([line for line in section.splitlines() if line.startswith("|")], known)

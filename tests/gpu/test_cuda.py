@@ -84,18 +84,6 @@ def test_replay_does_not_synchronise(shipped_bundle: Path, digits: torch.Tensor)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-def test_device_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.device import run
-
-    monkeypatch.setattr(run, "RESULTS", tmp_path)
-    monkeypatch.setattr(run, "CUDA_BUCKETS", (1, 8))
-    monkeypatch.setattr(run.Measurement, "modes", lambda self, precision: ("graph", "eager"))
-    monkeypatch.setattr("sys.argv", ["run", "--device", "cuda", "--only", "ResNet-18, 28", "tail"])
-    run.main()
-    report = json.loads((tmp_path / "device-cuda.json").read_text())
-    assert {cell["precision"] for cell in report["subjects"]["ResNet-18, 28"]["cells"]} == {"fp32", "tf32", "bf16"}
-
-
 def test_gpu_fit_chooses_like_the_cpu(tiny_job, tiny_bundle: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     args = [arg if arg != "cpu" else "cuda" for arg in tiny_job.args]
     assert main([*args, "--out", str(tmp_path / "b")]) == 0

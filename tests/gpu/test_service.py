@@ -28,6 +28,7 @@ from app.settings import Settings
 from benchmarks.serving.inputs import digits as encoded_digits
 from psc_core import PRESETS, PSC, open_dataset
 from psc_core.cli.fit import main as psc_fit
+from tests.app.inference.support import Metrics
 from tests.conftest import SHIPPED_BUNDLE
 from tests.tiny import network
 
@@ -59,22 +60,11 @@ def untraceable(num_classes: int = 10) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def hooked(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
-    """A bundle whose network only hooks can cut, with random weights."""
     folder, data = tmp_path_factory.mktemp("hooked"), f"mnist:{data_root}"
     torch.manual_seed(0)
     save_file(untraceable().state_dict(), folder / "net.safetensors")
     words = ["--model", UNTRACEABLE, "--weights", str(folder / "net.safetensors"), "--preset=mnist", "--device=cpu"]
-    words += [
-        "--train",
-        data,
-        "--val",
-        data,
-        "--max-images=300",
-        "--minimum-dim=8",
-        "--no-report",
-        "--out",
-        str(folder / "bundle"),
-    ]
+    words += ["--train", data, "--val", data, "--max-images=300", "--minimum-dim=8", "--no-report"]
     assert psc_fit([*words, "--out", str(folder / "bundle")]) == 0
     return folder / "bundle"
 
@@ -92,7 +82,6 @@ def warm(psc: PSC, max_batch: int, **options: Any) -> Step:
 
 
 def assert_same_as_eager(step: Step, psc: PSC, images: Tensor, atol: float) -> None:
-    """At a whole batch and at a smaller one."""
     for count in (1, len(images)):
         step.input(0)[:count] = images[:count].numpy()
         step.launch(0, count)
@@ -129,7 +118,6 @@ def test_compiled_step_gives_the_same_outputs(digits: Tensor) -> None:
 
 @contextmanager
 def serving(*served: Path, **settings: Any) -> Iterator[TestClient]:
-    """The application in this process, ready."""
     given: dict[str, Any] = {"device": str(DEVICE), "max_batch_size": 16, "backend": "folded", "log_level": "error"}
     bundles = tuple(map(str, served or (SHIPPED_BUNDLE,)))
     app = create_app(Settings(bundle=bundles, admin_keys=(SecretStr(KEY),), **given, **settings))
@@ -157,10 +145,7 @@ def test_single_images_from_many_threads_and_an_explanation() -> None:
 def test_a_traced_and_a_hooked_model_take_turns(hooked: Path) -> None:
     paths = [f"/models/{name}/predict" for name in (SHIPPED_BUNDLE.name, hooked.name)]
     jobs = [(image, path) for image in encoded_digits(32) for path in paths]
-    with (
-        serving(SHIPPED_BUNDLE, hooked, allow_factories=(UNTRACEABLE,)) as client,
-        ThreadPoolExecutor(16) as pool,
-    ):
+    with serving(SHIPPED_BUNDLE, hooked, allow_factories=(UNTRACEABLE,)) as client, ThreadPoolExecutor(16) as pool:
         alone = [post(client, *job).json()["predictions"][0]["confidence"] for job in jobs[:2]]
         answers = list(pool.map(lambda job: post(client, *job), jobs))
     assert {answer.status_code for answer in answers} == {200}
@@ -202,20 +187,8 @@ class Hungry:
         torch.empty(each * len(images), dtype=torch.uint8, device=DEVICE)
         return images.flatten(1).float().mean(1, keepdim=True)
 
-    def explain(self, images: Tensor, /) -> Any:
-        return self(images), {}
-
-
-class _Silent:
-    def batch(self, size: int, seconds: float, waits: Any) -> None:
-        pass
-
-    def decoded(self, seconds: float) -> None:
-        pass
-
 
 def test_a_batch_too_large_for_the_memory_runs_in_halves() -> None:
-    """Every image gets its own answer."""
     preprocess, hungry = PRESETS["mnist"], Hungry()
     step = EagerStep(hungry, preprocess.shape, max_batch=8, device=DEVICE)  # type: ignore[arg-type]
     step.warm_up = lambda *_: False  # type: ignore[method-assign]
@@ -227,7 +200,7 @@ def test_a_batch_too_large_for_the_memory_runs_in_halves() -> None:
             budget = MemoryBudget(1 << 30, 1 << 40, max_pixels=10_000)
             decoder = Decoder(pool, budget, threads=1, preprocess=preprocess, **limits)
             batcher = Batcher(max_batch=8, max_queue_images=64, max_delay_s=0.0)
-            engine = Engine("hungry", step, decoder, batcher=batcher, observer=_Silent(), deadline_s=50.0)
+            engine = Engine("hungry", step, decoder, batcher=batcher, recorder=Metrics(), deadline_s=50.0)
             await engine.start()
             try:
                 return (await engine.predict(images)).packed

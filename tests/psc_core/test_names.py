@@ -1,5 +1,3 @@
-"""Names of classes: one form for each, in the order of the labels."""
-
 from __future__ import annotations
 
 import unicodedata
@@ -57,9 +55,3 @@ def test_a_sequence_keeps_its_order(names: list[str]) -> None:
 def test_what_are_no_names_is_refused(classes: Any) -> None:
     with pytest.raises(UsageError, match="classes"):
         class_names(classes)
-
-
-def test_two_forms_of_one_name_are_told_apart_in_the_message() -> None:
-    with pytest.raises(UsageError) as raised:
-        class_names(["tea", "caf\u00e9", "cafe\u0301"])
-    assert r"'caf\xe9'" in str(raised.value) and r"'cafe\u0301'" in str(raised.value)

@@ -1,14 +1,14 @@
-"""The settings of a fit agree with the flags of ``psc-fit``, and later stages with the chosen layer's."""
-
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
 import torch
 
-from psc_core import FitSettings
+from psc_core import FitSettings, settings
 from psc_core.cli.fit import parser
 from psc_core.collapse import ChosenLayer, CollapseReport
 from psc_core.density import DENSITIES
@@ -36,52 +36,6 @@ def test_the_last_stage_alone_reads_what_a_checkpoint_does_not_know() -> None:
     settings = FitSettings()
     last = {"pca", "head", "predictions", "alpha", "coverage", "risk", "max_width", "ood_score", "stored_images"}
     assert set(settings.recorded()) - set(settings.of_stages()) == last
-
-
-@pytest.mark.parametrize("settings", [{"precision": "fp8"}, {"device": "tpu"}, {"batch_images": 0}])
-def test_unknown_values_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=rf"expected (a )?{next(iter(settings))}"):
-        FitSettings(**{"device": "cpu", **settings}).compute()
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong", "wanted"),
-    [
-        ("max_images", -1, "a positive integer or None"),
-        ("max_images", 0, "a positive integer or None"),
-        ("c_proj", 0, "a positive integer or None"),
-        ("d_proj", -2, "a positive integer or None"),
-        ("pca", -3, "a positive integer or None"),
-        ("stored_images", 0, "a positive integer or None"),
-        ("minimum_dim", -3, "a positive integer"),
-        ("max_memory", -5, "a positive integer"),
-        ("batch_images", 0, "a positive integer"),
-        ("seed", 2**70, "a whole number from 0 to 2**63 - 1"),
-        ("seed", -1, "a whole number from 0 to 2**63 - 1"),
-        ("epsilon", 1.0, "a number between 0 and 1"),
-        ("alpha", 0.0, "a number between 0 and 1"),
-        ("coverage", 95.0, "a number between 0 and 1"),
-        ("risk", float("nan"), "a number between 0 and 1 or None"),
-        ("max_width", -1.0, "a number above 0 or None"),
-        ("max_width", float("inf"), "a number above 0 or None"),
-    ],
-)
-def test_values_out_of_range_are_refused_at_both_doors(
-    name: str, wrong: float, wanted: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for door in (lambda: FitSettings(**{name: wrong}), lambda: FitSettings().changed({name: wrong})):
-        with pytest.raises(UsageError) as caught:
-            door()
-        assert str(caught.value) == f"expected {name} to be {wanted}, got {wrong}"
-    with pytest.raises(SystemExit):
-        parser().parse_args([*NEEDED, f"--{name.replace('_', '-')}={wrong}"])
-    expected = "a size such as" if name == "max_memory" else f"expected {wanted.removesuffix(' or None')}"
-    assert expected in capsys.readouterr().err
-
-
-def test_a_setting_of_another_type_is_refused_before_it_is_compared() -> None:
-    with pytest.raises(UsageError, match="expected epsilon of type float, got 'a' of type str"):
-        FitSettings().changed({"epsilon": "a"})
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -131,3 +85,70 @@ def test_the_command_line_knows_every_kind() -> None:
 
 def test_a_setting_that_some_tasks_alone_read_says_so() -> None:
     assert {*OWNERS} == {name for task in TASKS.values() for name in task.own_settings}
+
+
+VALUES: dict[Callable[[str], Any], dict[str, Any]] = {
+    settings.by_commas: {"a, b,,c": ["a", "b", "c"], "": []},
+    settings.day: {"2026-02-28": "2026-02-28"},
+    settings.positive: {"1": 1, "007": 7},
+    settings.whole: {"0": 0, "3": 3},
+    settings.POSITIVE.parse_or_auto: {"auto": None, "3": 3},
+    settings.SEED.parse: {"0": 0, str(2**63 - 1): 2**63 - 1},
+    settings.byte_count: {"5": 5, "512M": 512 << 20, "2gib": 2 << 30, "1kb": 1 << 10},
+    settings.positive_number: {"1e3": 1000.0, "0.5": 0.5},
+    settings.open_unit_interval: {"0.05": 0.05},
+}
+
+
+@pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, values in VALUES.items() for text in values])
+def test_values(kind: Callable[[str], Any], text: str) -> None:
+    assert kind(text) == VALUES[kind][text]
+
+
+def test_key_values_are_json_where_they_parse() -> None:
+    assert settings.key_values(["a=1", "b=x", "c=[true]", "d="]) == {"a": 1, "b": "x", "c": [True], "d": ""}
+    for pair in ("novalue", "=1"):
+        with pytest.raises(UsageError, match="expected key=value"):
+            settings.key_values([pair])
+
+
+REFUSED = {
+    settings.day: ["2026-02-30", "20260228", "today"],
+    settings.positive: ["0", "-1", "1.5", "many", ""],
+    settings.whole: ["-1", "1.5", "x", "00", " 5", "1_0"],
+    settings.POSITIVE.parse_or_auto: ["0", "none"],
+    settings.SEED.parse: ["-1", str(2**63), "x"],
+    settings.byte_count: ["0", "1.5G", "lots", "1T"],
+    settings.positive_number: ["0", "-1", "nan", "inf", "x"],
+    settings.open_unit_interval: ["0", "1", "-0.1", "nan", "x"],
+}
+
+
+@pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in REFUSED.items() for text in texts])
+def test_other_text_is_refused(kind: Callable[[str], Any], text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^expected .*, got "):
+        kind(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("max_images", 0),
+        ("minimum_dim", -3),
+        ("max_memory", -5),
+        ("seed", 2**70),
+        ("epsilon", 1.0),
+        ("alpha", 0.0),
+        ("coverage", 95.0),
+        ("risk", float("nan")),
+        ("max_width", float("inf")),
+        ("epsilon", "a"),
+        ("precision", "fp8"),
+    ],
+)
+def test_values_out_of_range_are_refused_at_both_doors(name: str, wrong: Any) -> None:
+    for door in (lambda: FitSettings(**{name: wrong}), lambda: FitSettings().changed({name: wrong})):
+        with pytest.raises(UsageError, match=f"expected {name} "):
+            door()
+    with pytest.raises(SystemExit):
+        parser().parse_args([*NEEDED, f"--{name.replace('_', '-')}={wrong}"])

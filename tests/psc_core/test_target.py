@@ -1,5 +1,3 @@
-"""A target and its unit."""
-
 from typing import Any
 
 import pytest

@@ -6,6 +6,8 @@ import math
 import statistics
 
 import torch
+from scipy import optimize
+from sklearn.gaussian_process.kernels import Matern
 from torch import Tensor
 from torch.nn import functional
 
@@ -112,12 +114,10 @@ def standardise(z: Tensor) -> Tensor:
     return torch.stack([(column - column.mean()) / scale for column, scale in zip(columns, scales, strict=True)], 1)
 
 
-def kernel_loss(kernels: list[list[float]], labels: list[int]) -> float:
+def kernel_loss(kernels: Tensor, labels: Tensor) -> float:
     """DUQ's binary cross-entropy of every kernel, summed over classes, averaged over images."""
-    total = 0.0
-    for row, label in zip(kernels, labels, strict=True):
-        total -= sum(math.log(k if c == label else 1 - k) for c, k in enumerate(row))
-    return total / len(labels)
+    hot = functional.one_hot(labels, kernels.shape[1]).double()
+    return functional.binary_cross_entropy(kernels, hot, reduction="sum").item() / len(labels)
 
 
 def length_scale(
@@ -154,19 +154,12 @@ def choose_temperature(mean: Tensor, variance: Tensor, labels: Tensor) -> float:
     """By search in ever finer steps; a temperature other than 1 pays log(m) / 2 nats."""
 
     def loss(temperature: float) -> float:
-        return (
-            len(labels) * tempered_loss(mean, variance, temperature, labels)
-            + 1 / temperature
-            - 1
-            + math.log(temperature)
-        )
+        prior = 1 / temperature - 1 + math.log(temperature)
+        return len(labels) * tempered_loss(mean, variance, temperature, labels) + prior
 
-    low, high = math.log(0.01), math.log(100)
-    for _ in range(6):
-        tried = [math.exp(low + (high - low) * i / 20) for i in range(21)]
-        at = min(range(21), key=lambda i: loss(tried[i]))
-        low, high = math.log(tried[max(0, at - 1)]), math.log(tried[min(20, at + 1)])
-    return tried[at] if loss(tried[at]) + math.log(len(labels)) / 2 < loss(1.0) else 1.0
+    bounds = math.log(0.01), math.log(100)
+    found = optimize.minimize_scalar(lambda log: loss(math.exp(log)), bounds=bounds, options={"xatol": 1e-6})
+    return math.exp(found.x) if found.fun + math.log(len(labels)) / 2 < loss(1.0) else 1.0
 
 
 def choose_posterior(
@@ -183,13 +176,8 @@ def choose_posterior(
 
 
 def matern_covariance(x: Tensor, other: Tensor, signal: float) -> Tensor:
-    """Matérn 5/2 of points in length-scales, one pair at a time."""
-    covariance = torch.zeros(len(x), len(other), dtype=torch.float64)
-    for i, one in enumerate(x.double()):
-        for j, two in enumerate(other.double()):
-            r = math.sqrt(5) * (one - two).norm().item()
-            covariance[i, j] = signal * (1 + r + r * r / 3) * math.exp(-r)
-    return covariance
+    """Matérn 5/2 of points in length-scales."""
+    return signal * torch.from_numpy(Matern(nu=2.5)(x.double().numpy(), other.double().numpy()))
 
 
 def exact_process_nll(x: Tensor, t: Tensor, signal: float, noise: float) -> float:

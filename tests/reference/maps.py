@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from scipy import ndimage
 
 from tests.reference.checks import tail_excess
 
@@ -42,45 +43,19 @@ def averaged(distances: Array) -> Array:
     return means
 
 
-def thresholds(values: Sequence[float], levels: int, decades: int, tail: float) -> list[float]:
+def thresholds(values: Sequence[float], levels: int, decades: int, tail: float) -> Array:
     """The value that a fraction 10^(−decades · g / levels) reaches, for g = 1, 2, …"""
     ordered, m = sorted(values), len(values)
     log_t = [math.log((m - i) / (m + 1)) for i in range(m)]
-    k = max(1, round(tail * m))
-    excess = tail_excess(ordered, k)
-    found = []
-    for g in range(1, levels + 1):
-        wanted = -decades * math.log(10) * g / levels
-        if wanted <= log_t[-1]:
-            found.append(ordered[-1] + (log_t[-1] - wanted) * excess)
-        elif wanted >= log_t[0]:
-            found.append(ordered[0])
-        else:
-            i = max(i for i in range(m) if log_t[i] >= wanted)
-            part = (log_t[i] - wanted) / (log_t[i] - log_t[i + 1])
-            found.append(ordered[i] + part * (ordered[i + 1] - ordered[i]))
-    return found
+    excess = tail_excess(ordered, max(1, round(tail * m)))
+    logs = -decades * math.log(10) * np.arange(1, levels + 1) / levels
+    inside = np.interp(logs, log_t[::-1], ordered[::-1])
+    return np.where(logs <= log_t[-1], ordered[-1] + (log_t[-1] - logs) * excess, inside)
 
 
-def box(grey: Sequence[Sequence[int]]) -> tuple[float, float, float, float]:
-    """The box of the region of the largest sum, by flooding."""
-    rows, columns = len(grey), len(grey[0])
-    brightest = max(map(max, grey))
-    left = {(y, x) for y in range(rows) for x in range(columns) if 2 * grey[y][x] >= brightest}
-    regions: list[list[tuple[int, int]]] = []
-    for start in sorted(left):
-        if start not in left:
-            continue
-        region, todo = [], [start]
-        left.discard(start)
-        while todo:
-            y, x = todo.pop()
-            region.append((y, x))
-            for near in [(y + j, x + i) for j in (-1, 0, 1) for i in (-1, 0, 1)]:
-                if near in left:
-                    left.discard(near)
-                    todo.append(near)
-        regions.append(region)
-    strangest = max(regions, key=lambda region: sum(grey[y][x] for y, x in region))
-    ys, xs = [y for y, _ in strangest], [x for _, x in strangest]
-    return min(xs) / columns, min(ys) / rows, (max(xs) + 1) / columns, (max(ys) + 1) / rows
+def box(grey: Array) -> tuple[float, float, float, float]:
+    """The box of the region of the largest sum."""
+    regions, count = ndimage.label(2.0 * grey >= grey.max(), np.ones((3, 3)))
+    most = int(np.argmax(ndimage.sum(grey, regions, range(1, count + 1)))) + 1
+    (ys, xs), (rows, columns) = np.nonzero(regions == most), grey.shape
+    return xs.min() / columns, ys.min() / rows, (xs.max() + 1) / columns, (ys.max() + 1) / rows

@@ -7,6 +7,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from scipy import special, stats
+
 
 def nll(probabilities: Sequence[Sequence[float]], labels: Sequence[int], floor: float) -> float:
     return sum(-math.log(max(p[y], floor)) for p, y in zip(probabilities, labels, strict=True)) / len(labels)
@@ -67,23 +69,6 @@ def rank(value: float, among: Sequence[float]) -> float:
     return sum((other < value) + 0.5 * (other == value) for other in among) / len(among)
 
 
-def aupr(positive: Sequence[float], negative: Sequence[float]) -> float:
-    total, recall = 0.0, 0.0
-    for threshold in sorted({*positive, *negative}, reverse=True):
-        hits = sum(s >= threshold for s in positive)
-        alarms = sum(s >= threshold for s in negative)
-        total += (hits / len(positive) - recall) * hits / (hits + alarms)
-        recall = hits / len(positive)
-    return total
-
-
-def fpr(in_scores: Sequence[float], out_scores: Sequence[float], recall: float) -> float:
-    for threshold in sorted(set(out_scores), reverse=True):
-        if sum(s >= threshold for s in out_scores) >= recall * len(out_scores) - 1e-9:
-            return sum(s >= threshold for s in in_scores) / len(in_scores)
-    raise AssertionError("the lowest score catches everything")
-
-
 def aurc(confidence: Sequence[float], correct: Sequence[bool]) -> float:
     errors = by_confidence(confidence, [float(not c) for c in correct])
     return sum(sum(errors[:k]) / k for k in range(1, len(errors) + 1)) / len(errors)
@@ -107,23 +92,13 @@ def coverage_at_risk(confidence: Sequence[float], correct: Sequence[bool], risk:
     return best
 
 
-def softmax(logits: Sequence[float]) -> list[float]:
-    top = max(logits)
-    weights = [math.exp(f - top) for f in logits]
-    return [w / sum(weights) for w in weights]
-
-
 def knn_distance(query: Sequence[float], bank: Sequence[Sequence[float]], neighbours: int) -> float:
     return sorted(math.dist(query, row) for row in bank)[min(neighbours, len(bank)) - 1]
 
 
 def tempered_nll(logits: Sequence[Sequence[float]], labels: Sequence[int], temperature: float) -> float:
-    total = 0.0
-    for row, label in zip(logits, labels, strict=True):
-        scaled = [f / temperature for f in row]
-        top = max(scaled)
-        total += top + math.log(sum(math.exp(f - top) for f in scaled)) - scaled[label]
-    return total / len(labels)
+    log_p = special.log_softmax([[f / temperature for f in row] for row in logits], axis=1)
+    return -statistics.fmean(row[label] for row, label in zip(log_p, labels, strict=True))
 
 
 def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
@@ -133,23 +108,10 @@ def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
     )  # fmt: skip
 
 
-def log_beta(a: float, b: float) -> float:
-    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-
-
-def log_ways(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-
-
 def binomial_mass(trials: int, rate: float) -> list[float]:
-    """P(X = k) for k = 0 … trials and 0 < rate < 1."""
-    success, failure = math.log(rate), math.log1p(-rate)
-    return [math.exp(log_ways(trials, k) + k * success + (trials - k) * failure) for k in range(trials + 1)]
-
-
-def beta_binomial_mass(trials: int, a: float, b: float) -> list[float]:
-    """P(X = k) for k = 0 … trials of a count whose rate is Beta(a, b)."""
-    return [math.exp(log_ways(trials, k) + log_beta(k + a, trials - k + b) - log_beta(a, b)) for k in range(trials + 1)]
+    """P(X = k) for k = 0 … trials."""
+    mass: list[float] = stats.binom.pmf(range(trials + 1), trials, rate).tolist()
+    return mass
 
 
 def auroc_difference(

@@ -10,15 +10,9 @@ from torch import Tensor
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean (C, d) and covariance (C, d, d) of x (n, C, d), one entry at a time."""
-    x = x.double()
-    n, channels, d = x.shape
-    mean = sum(x[i] for i in range(n)) / n
-    covariance = torch.zeros(channels, d, d, dtype=torch.float64)
-    for c in range(channels):
-        for i in range(n):
-            gap = x[i, c] - mean[c]
-            covariance[c] += torch.outer(gap, gap) / n
-    return mean, covariance
+    mean = x.double().mean(0)
+    gaps = x.double() - mean
+    return mean, torch.stack([sum(torch.outer(gap, gap) for gap in channel) / len(x) for channel in gaps.unbind(1)])
 
 
 def tucker(tensor: Tensor, c: int, d: int, iterations: int) -> tuple[Tensor, Tensor]:
@@ -62,21 +56,8 @@ def project(x: Tensor, mean: Tensor, std: Tensor, a: Tensor, b: Tensor, z_mean: 
     outputs = []
     for image in x.double():
         scaled = (image - mean.double()) / std.double()
-        z = torch.tensor(
-            [
-                [
-                    sum(
-                        float(a[c, p]) * float(scaled[c, j]) * float(b[j, q])
-                        for c in range(len(a))
-                        for j in range(len(b))
-                    )
-                    for q in range(b.shape[1])
-                ]
-                for p in range(a.shape[1])
-            ],
-            dtype=torch.float64,
-        )
-        outputs.append((z.flatten() - z_mean.double()) / z_std.double())
+        z = [torch.einsum("cj,c,j->", scaled, p, q) for p in a.double().T for q in b.double().T]
+        outputs.append((torch.stack(z) - z_mean.double()) / z_std.double())
     return torch.stack(outputs)
 
 

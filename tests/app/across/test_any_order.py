@@ -24,31 +24,22 @@ from psc_core.errors import BundleError
 from tests.app.fakes import CLASSES, FakeModel, png
 
 BATCH, QUEUE = 2, 6
-ON_DEVICE = 2 * BATCH
-"""Images that have left the queue and wait in a step, or are about to, at most."""
+ON_DEVICE = 2 * BATCH  # images that have left the queue and wait in a step, or are about to, at most
 
 KEY = "a-key-of-thirty-two-characters-or"
-VALUES = (0, 128, 255)
-"""Grey values, one of each class."""
+VALUES = (0, 128, 255)  # of each class one
 
 
 class Check(threading.Event):
-    """Never gives up waiting."""
-
     def wait(self, timeout: float | None = None) -> bool:
         return super().wait()
 
 
 @dataclass(eq=False)
 class Sent:
-    """A request and what came of it.
+    """A request and what came of it: of a reload without labels; ``must`` are the statuses that it may have.
 
-    Attributes:
-        labels: Of its images, as the answer must have them; empty of a reload.
-        since: How many versions had been served when it was sent.
-        left: Set when its client leaves.
-        must: The statuses that it may have.
-        was_held: Whether it came while the device was held up, which then has computed none of its images.
+    ``since`` counts the versions that had been served; if it ``was_held``, the device has computed none of its images.
     """
 
     labels: tuple[str, ...]
@@ -62,18 +53,11 @@ class Sent:
 
 
 def images_of(requests: list[Sent]) -> int:
-    """How many images they have together."""
     return sum(len(each.labels) for each in requests)
 
 
 class Models(dict[str, Any]):
-    """One model; each load gives a new version, once loading is not held up.
-
-    Attributes:
-        versions: What was loaded so far.
-        loading: Loads wait for it.
-        is_next_bad: Loads fail.
-    """
+    """One model; each load gives a new version, or fails, once loading is not held up."""
 
     def __init__(self) -> None:
         super().__init__(m=None)
@@ -93,7 +77,6 @@ class Models(dict[str, Any]):
         return model
 
     def release(self) -> None:
-        """Hold up no step."""
         for model in self.versions:
             model.pipeline.check.set()
 
@@ -132,7 +115,6 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def overload(self) -> None:
-        """More than the queue holds, at once."""
         for _ in range(1 + (QUEUE + ON_DEVICE) // 4):
             self.predict([0, 128, 255, 0])
 
@@ -181,7 +163,6 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        """What comes meanwhile is answered."""
         self.runner.run(self._on_loop(self.service.begin_drain))
 
     @rule()
@@ -210,7 +191,6 @@ class AnyOrder(RuleBasedStateMachine):
 
     @staticmethod
     def unanswered(requests: list[Sent]) -> list[Sent]:
-        """Those that the service still has; it answers a refusal at once."""
         return [each for each in requests if each.task is not None and not each.task.done()]
 
     @property

@@ -10,29 +10,13 @@ from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
 
 PREDICTION = dict.fromkeys(CLASSIFICATION_SCORES, 0.0) | {
-    "label": "7",
-    "class_index": 7,
-    "confidence": 0.97,
-    "probabilities": [0.03, 0.97],
-    "predictive_entropy": 0.12,
-    "log_density": -41.2,
-    "ood_score": 41.2,
-    "ood_p_value": 0.63,
-    "epistemic": 0.01,
-    "is_ood": False,
-    "decision": "accept",
-    "prediction_set": ["7"],
-    "a_later_version_adds_this": 1,
-}
+    "label": "7", "class_index": 7, "confidence": 0.97, "probabilities": [0.03, 0.97], "prediction_set": ["7"],
+    "predictive_entropy": 0.12, "log_density": -41.2, "ood_score": 41.2, "ood_p_value": 0.63, "epistemic": 0.01,
+    "is_ood": False, "decision": "accept", "a_later_version_adds_this": 1,
+}  # fmt: skip
 NUMBER = dict.fromkeys(VALUE_SCORES, 0.5) | {
-    "mean": 12.5,
-    "aleatoric": 3.0,
-    "epistemic": 4.0,
-    "lower": 2.0,
-    "upper": 23.0,
-    "is_ood": False,
-    "decision": "accept",
-}
+    "mean": 12.5, "aleatoric": 3.0, "epistemic": 4.0, "lower": 2.0, "upper": 23.0, "is_ood": False, "decision": "accept"
+}  # fmt: skip
 POLICY = {"alpha": 0.05, "ambiguity_threshold": 1.0, "coverage": 0.95}
 MODEL = {"name": "mnist", "version": "abc", "layer": "layer3"}
 TRACERESPONSE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -44,7 +28,6 @@ def answer(count: int = 1) -> httpx.Response:
 
 
 def numbers(count: int = 1) -> httpx.Response:
-    """The answer of a regression."""
     policy, target = {"alpha": 0.05, "max_width": None, "coverage": 0.9}, {"name": "angle", "unit": "degrees"}
     document = {"model": MODEL, "target": target, "policy": policy, "predictions": [NUMBER] * count}
     return httpx.Response(200, json=document)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import subprocess
 import sys
 import time
@@ -65,7 +63,6 @@ def send(request: pytest.FixtureRequest) -> Send:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Waits between attempts are recorded instead of waited."""
     seconds: list[float] = []
 
     def sleep(value: float) -> None:
@@ -84,18 +81,8 @@ def test_request_and_typed_answer(send: Send, tmp_path: Path) -> None:
     file = tmp_path / "sieben.png"
     file.write_bytes(b"PNG from a file")
     script = Script(answer(2))
-    result = send(
-        script,
-        b"bytes",
-        file,
-        model="a/b",
-        top_k=3,
-        alpha=0.01,
-        ambiguity_threshold=0.5,
-        explain=True,
-        map=True,
-        monitor=False,
-    )
+    options = {"model": "a/b", "top_k": 3, "alpha": 0.01, "ambiguity_threshold": 0.5}
+    result = send(script, b"bytes", file, **options, explain=True, map=True, monitor=False)
     assert (result.model.name, result.model.layer, result.policy.alpha) == ("mnist", "layer3", 0.05)
     first, second = result.predictions
     assert first == second
@@ -130,21 +117,10 @@ def test_a_model_of_any_task_can_be_asked() -> None:
 def test_an_answer_of_another_task_names_the_method() -> None:
     script = Script(answer(), numbers())
     with Client(transport=script.transport) as client:
-        with pytest.raises(BadAnswer, match=r"'mnist' predicts classes, not a number; use predict$"):
+        with pytest.raises(BadAnswer, match=r"use predict$"):
             client.predict_values([b"image"])
-        with pytest.raises(BadAnswer, match=r"'mnist' predicts a number, not classes; use predict_values$"):
+        with pytest.raises(BadAnswer, match=r"use predict_values$"):
             client.predict([b"image"])
-
-
-def test_top_k_answer(send: Send) -> None:
-    reply = answer()
-    document = json.loads(reply.content)
-    del document["predictions"][0]["probabilities"]
-    document["predictions"][0]["top"] = [{"label": "7", "probability": 0.97}]
-    (prediction,) = send(Script(httpx.Response(200, json=document))).predictions
-    assert prediction.top is not None
-    assert [(each.label, each.probability) for each in prediction.top] == [("7", 0.97)]
-    assert prediction.probabilities is None
 
 
 def test_retry_after_is_honoured(send: Send, waits: list[float]) -> None:
@@ -165,45 +141,26 @@ def test_attempts_are_bounded(send: Send, waits: list[float]) -> None:
         send(script, retry=Retry(attempts=3))
     assert (len(script.requests), waits) == (3, [2.0, 2.0])
     assert caught.value.retry_after_s == 2.0
-
-
-def test_long_retry_after_raises_at_once(send: Send, waits: list[float]) -> None:
     with pytest.raises(Unavailable):
-        send(Script(problem(503, {"Retry-After": "3600"})))
-    assert waits == []
+        send(Script(problem(503, {"Retry-After": "3600"})))  # At once.
+    assert waits == [2.0, 2.0]
 
 
 def test_connection_errors_are_retried_only_when_nothing_was_sent(send: Send, waits: list[float]) -> None:
     for kind in (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout):
         assert send(Script(kind("refused"), answer())).model.name == "mnist"
     assert len(waits) == 3
-    with pytest.raises(ConnectionFailed, match=r"http://host/prefix/predict.*is the service running"):
+    with pytest.raises(ConnectionFailed):
         send(Script(httpx.ReadTimeout("")))
-    with pytest.raises(ConnectionFailed, match="refused"):
+    with pytest.raises(ConnectionFailed):
         send(Script(*[httpx.ConnectError("refused")] * 2), retry=Retry(attempts=2))
-
-
-def test_other_errors_are_none_of_the_connection(send: Send) -> None:
-    with pytest.raises(KeyError):
-        send(Script(KeyError("a bug")))
-
-
-def test_rejects_rules_that_never_send() -> None:
-    with pytest.raises(ValueError, match="at least 1 attempt"):
-        Retry(attempts=0)
 
 
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (400, Refused),
-        (413, Refused),
-        (422, Refused),
-        (401, NotAllowed),
-        (403, NotAllowed),
-        (500, ServerFailed),
-        (502, ServerFailed),
-        (504, Unavailable),
+        *((400, Refused), (401, NotAllowed), (403, NotAllowed)),
+        *((500, ServerFailed), (502, ServerFailed), (504, Unavailable)),
     ],
 )
 def test_problems_raise_by_kind_and_are_not_retried(send: Send, status: int, kind: type[ProblemError]) -> None:
@@ -211,32 +168,22 @@ def test_problems_raise_by_kind_and_are_not_retried(send: Send, status: int, kin
     with pytest.raises(kind) as caught:
         send(Script(reply))
     error = caught.value
-    assert (error.status, error.title, error.detail, error.type) == (
-        status,
-        "Kind",
-        "what was wrong",
-        "urn:x",
-    )
-    assert (error.index, error.filename) == (1, "b.png")
-    assert error.trace_id == TRACERESPONSE.split("-")[1]
-    assert str(error) == f"{status} Kind: what was wrong"
+    assert (error.status, error.title, error.detail, error.type) == (status, "Kind", "what was wrong", "urn:x")
+    assert (error.index, error.filename, error.trace_id) == (1, "b.png", TRACERESPONSE.split("-")[1])
 
 
 def test_errors_without_a_problem_document(send: Send) -> None:
-    with pytest.raises(ServerFailed, match="502 Bad Gateway: <html>"):
+    with pytest.raises(ServerFailed):
         send(Script(httpx.Response(502, text="<html>proxy</html>")))
-    with pytest.raises(Refused, match="499 Error"):
+    with pytest.raises(Refused):
         send(Script(httpx.Response(499, json=["list"])))
-
-
-@pytest.mark.parametrize("status", [200, 422])
-def test_endlessly_nested_answers(send: Send, status: int) -> None:
-    with pytest.raises(BadAnswer if status == 200 else Refused):
-        send(Script(httpx.Response(status, text="[" * 100_000)))
+    with pytest.raises(Refused):
+        send(Script(httpx.Response(422, text="[" * 100_000)))
 
 
 @pytest.mark.parametrize(
-    "body", [{"text": "hello"}, {"json": [1]}, {"json": {}}, {"json": {"model": MODEL, "policy": 1}}]
+    "body",
+    [{"text": "hello"}, {"text": "[" * 100_000}, {"json": [1]}, {"json": {}}, {"json": {"model": MODEL, "policy": 1}}],
 )
 def test_answers_of_another_service(send: Send, body: dict[str, Any]) -> None:
     with pytest.raises(BadAnswer, match="check the URL"):
@@ -247,19 +194,21 @@ def test_rejects_bad_input_before_sending(send: Send, tmp_path: Path) -> None:
     script = Script()
     with pytest.raises(InputError, match="absent"):
         send(script, tmp_path / "absent.png")
-    with pytest.raises(TypeError, match="unexpected options topk; expected some of model, explain"):
+    with pytest.raises(TypeError, match="topk"):
         send(script, topk=3)
     with Client(transport=script.transport) as client:
-        with pytest.raises(InputError, match="at least one image"):
+        with pytest.raises(InputError):
             client.predict([])
-        with pytest.raises(InputError, match="a list of images"):
+        with pytest.raises(InputError):
             client.predict("image.png")
     for url in ("localhost:8000", "http://[::1"):
-        with pytest.raises(InputError, match=re.escape(f"got {url!r}")):
+        with pytest.raises(InputError):
             Client(url)
     for key in ("schlüssel", "two\nlines"):
-        with pytest.raises(InputError, match="no header can carry"):
+        with pytest.raises(InputError):
             Client(api_key=key)
+    with pytest.raises(ValueError):
+        Retry(attempts=0)
     assert script.requests == []
 
 

@@ -15,7 +15,6 @@ from tests.app.support import Running, running
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
@@ -24,22 +23,17 @@ def free_port() -> int:
 async def calling(models: Mapping[str, Any] | None = None, **settings: Any) -> AsyncIterator[tuple[Running, Any]]:
     """The application in this process and a client of its gRPC port."""
     port = free_port()
-    async with (
-        running(models, grpc_port=port, **settings) as app,
-        InferenceServerClient(f"127.0.0.1:{port}") as client,
-    ):
+    async with running(models, grpc_port=port, **settings) as app, InferenceServerClient(f"127.0.0.1:{port}") as client:
         yield app, client
 
 
 def raw(images: np.ndarray[Any, Any]) -> Any:
-    """The input ``images``."""
     tensor = triton.InferInput("images", images.shape, "UINT8")
     tensor.set_data_from_numpy(images)
     return tensor
 
 
 def encoded(*files: bytes) -> Any:
-    """The input ``encoded_images``."""
     tensor = triton.InferInput("encoded_images", [len(files)], "BYTES")
     tensor.set_data_from_numpy(np.array(files, dtype=object))
     return tensor

@@ -48,7 +48,6 @@ def check_predictions(response: httpx.Response, values: list[int]) -> list[dict[
 
 
 async def hold(app: Running, images: int = 1) -> asyncio.Task[httpx.Response]:
-    """A request that occupies the device until the check opens."""
     app.model.pipeline.check.clear()
     app.model.pipeline.sizes.clear()
     request = app.client.post("/predict", files=[("images", ("a.png", png(5)))] * images)

@@ -15,41 +15,35 @@ from app.inference.decoder import Decoder
 from app.inference.engine import Engine
 from app.inference.steps import make_step
 from app.memory import MemoryBudget
+from psc_core.images.preprocess import Preprocess
 from tests.app.fakes import PREPROCESS, FakePipeline
 
 PREDICT, EXPLAIN = RequestMode.PREDICT, RequestMode.EXPLAIN
 
-NO_IMAGES = np.empty((0, 1, 8, 8), np.uint8)
-"""For tests that never compute."""
+NO_IMAGES = np.empty((0, 1, 8, 8), np.uint8)  # for tests that never compute
 
 
 def make(batch: int = 8, queue: int = 100, delay: float = 0.0, *, shares_cores: bool = False) -> Batcher:
-    """A batcher."""
     return Batcher(max_batch=batch, max_queue_images=queue, max_delay_s=delay, shares_cores=shares_cores)
 
 
 def admit(
     batcher: Batcher, count: int, now: float = 0.0, deadline: float = 1e9, mode: RequestMode = PREDICT
 ) -> QueuedRequest:
-    """Reserve and queue a request."""
     request = batcher.reserve(count, now=now, deadline=deadline, mode=mode)
     assert batcher.put(request, NO_IMAGES, now=now)
     return request
 
 
 def blank(count: int) -> Result:
-    """A result of zeros."""
     return Result(np.zeros((count, 1), np.float32))
 
 
 def complete(batcher: Batcher, batch: DeviceBatch, now: float) -> None:
-    """The batch is done."""
     batcher.complete(batch, blank(batch.size), now=now)
 
 
 class Metrics:
-    """Remembers what it is told."""
-
     def __init__(self) -> None:
         self.batches: list[int] = []
 
@@ -61,28 +55,25 @@ class Metrics:
 
 
 class Setup:
-    """An engine with its fakes."""
-
     def __init__(self, engine: Engine, decoder: Decoder, network: FakePipeline, metrics: Metrics) -> None:
         self.engine, self.decoder, self.network, self.metrics = engine, decoder, network, metrics
 
     async def arrays(self, *images: Any, **options: Any) -> Any:
-        """Outputs of one request."""
         return (await self.engine.predict(stack(*images), **options)).packed
 
 
 def stack(*images: Any) -> Any:
-    """(n, 1, 8, 8)."""
     return np.stack([image[None] for image in images])
 
 
-def decoder_on(pool: ThreadPoolExecutor, *, threads: int, inline_bytes: int) -> Decoder:
-    """A decoder of the fake network's images, with room for them all."""
+def decoder_on(
+    pool: ThreadPoolExecutor, *, threads: int, inline_bytes: int, preprocess: Preprocess = PREPROCESS
+) -> Decoder:
     return Decoder(
         pool,
         MemoryBudget(1 << 30, 1 << 40, max_pixels=10_000),
         threads=threads,
-        preprocess=PREPROCESS,
+        preprocess=preprocess,
         max_pixels=10_000,
         max_request_pixels=1 << 20,
         inline_bytes=inline_bytes,
@@ -99,7 +90,6 @@ async def engine(
     delay_ms: float = 0.0,
     deadline_s: float = 10.0,
 ) -> AsyncIterator[Setup]:
-    """An engine that runs a fake network."""
     network, metrics = FakePipeline(), Metrics()
     with ThreadPoolExecutor(2) as pool:
         decoder = decoder_on(pool, threads=2, inline_bytes=inline)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
+
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from app.errors import ClientGone, DeadlineExceeded, NotReady, QueueFull
-from app.inference.batcher import Batcher, DeviceBatch, QueuedRequest, RequestMode, State
+from app.errors import NotReady, QueueFull
+from app.inference.batcher import Batcher, BatchTimes, DeviceBatch, QueuedRequest, RequestMode, RequestQueue, State
 from tests.app.inference.support import EXPLAIN, NO_IMAGES, PREDICT, admit, complete, make
 
 
 def parts(batch: DeviceBatch | None) -> list[tuple[QueuedRequest, int, int]]:
     assert batch is not None
     return [(part.request, part.start, part.stop) for part in batch.slices]
+
+
+def run(batcher: Batcher, count: int, now: float, seconds: float, mode: RequestMode = PREDICT) -> None:
+    admit(batcher, count, now=now, mode=mode)
+    batch = batcher.take(now)
+    assert batch is not None
+    complete(batcher, batch, now + seconds)
 
 
 class Simulation(RuleBasedStateMachine):
@@ -168,13 +180,6 @@ def test_single_images_do_not_starve_a_large_request() -> None:
     assert large.state is State.RUNNING
 
 
-def test_lonely_request_fills_the_batch_at_once() -> None:
-    batcher = make(batch=64)
-    request = admit(batcher, 100)
-    assert parts(batcher.take(0.0)) == [(request, 0, 64)]
-    assert parts(batcher.take(0.0)) == [(request, 64, 100)]
-
-
 def test_delay_ends_when_the_batch_is_full_or_old() -> None:
     batcher = make(batch=2, delay=1.0)
     admit(batcher, 1, now=0.0)
@@ -232,19 +237,14 @@ def test_batch_waits_for_nobody_who_has_left() -> None:
     assert parts(batcher.take(0.5)) == [(first, 0, 1)]
 
 
-@pytest.mark.parametrize(("gap", "shares_cores"), [(2.0, True), (0.5, False)])
-def test_batch_leaves_at_once_where_waiting_saves_nothing(gap: float, shares_cores: bool) -> None:
+@pytest.mark.parametrize(
+    ("gap", "shares_cores", "is_patient"), [(2.0, True, True), (0.5, False, True), (0.5, True, False)]
+)
+def test_batch_leaves_at_once_where_waiting_saves_nothing(gap: float, shares_cores: bool, is_patient: bool) -> None:
     batcher = patient(gap=gap, shares_cores=shares_cores)
     first, _ = (batcher.reserve(1, now=0.0, deadline=1e9) for _ in range(2))
     batcher.put(first, NO_IMAGES, now=gap)
-    assert parts(batcher.take(gap)) == [(first, 0, 1)]
-
-
-def test_caller_that_cannot_wait_takes_what_is_queued() -> None:
-    batcher = patient(gap=0.5)
-    first, _ = (batcher.reserve(1, now=0.0, deadline=1e9) for _ in range(2))
-    batcher.put(first, NO_IMAGES, now=0.5)
-    assert parts(batcher.take(0.5, patient=False)) == [(first, 0, 1)]
+    assert parts(batcher.take(gap, patient=is_patient)) == [(first, 0, 1)]
 
 
 def test_full_waits_for_a_whole_batch() -> None:
@@ -264,30 +264,9 @@ def test_modes_take_turns_in_batches_of_their_own() -> None:
     assert [batch.mode for batch in taken if batch] == [PREDICT, EXPLAIN, PREDICT, EXPLAIN]
 
 
-def test_expired_requests_never_reach_the_device() -> None:
-    batcher = make()
-    late = admit(batcher, 3, deadline=1.0)
-    good = admit(batcher, 1)
-    assert parts(batcher.take(1.0)) == [(good, 0, 1)]
-    assert batcher.collect() == [late]
-    assert isinstance(late.error, DeadlineExceeded)
-
-
-def test_cancelled_request_leaves_at_once() -> None:
-    batcher = make(queue=5)
-    request = admit(batcher, 5)
-    batcher.cancel(request)
-    assert batcher.pending == 0
-    assert isinstance(request.error, ClientGone)
-    assert batcher.take(0.0) is None
-
-
 def test_retry_after_follows_the_measured_drain_rate() -> None:
     batcher = make(batch=10, queue=100)
-    admit(batcher, 10, now=0.0)
-    batch = batcher.take(0.0)
-    assert batch is not None
-    complete(batcher, batch, 1.0)
+    run(batcher, 10, 0.0, 1.0)
     admit(batcher, 95, now=1.0)
     with pytest.raises(QueueFull) as caught:
         batcher.reserve(10, now=1.0, deadline=1e9)
@@ -297,10 +276,7 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
 def test_burst_after_quiet_is_not_timed_by_batches_of_one() -> None:
     batcher = make(batch=64, queue=4000)
     for second in range(5):
-        admit(batcher, 1, now=second)
-        batch = batcher.take(second)
-        assert batch is not None
-        complete(batcher, batch, second + 0.01)
+        run(batcher, 1, second, 0.01)
     requests = [admit(batcher, 32, now=9.0, deadline=19.0) for _ in range(60)]
     now = 9.0
     while (batch := batcher.take(now)) is not None:  # 10 ms and 0.2 ms an image
@@ -311,25 +287,18 @@ def test_burst_after_quiet_is_not_timed_by_batches_of_one() -> None:
 
 def test_refuses_what_cannot_be_answered_in_time() -> None:
     batcher = make(batch=10, queue=100)
-    admit(batcher, 10, now=0.0)
-    batch = batcher.take(0.0)
-    assert batch is not None
-    complete(batcher, batch, 1.0)
+    run(batcher, 10, 0.0, 1.0)
     for _ in range(50):  # At 10 a second: a turn in 5 s, which may be a third of the time left.
         admit(batcher, 1, now=1.0)
-    with pytest.raises(QueueFull, match="more than the 4 s that it can wait"):
+    with pytest.raises(QueueFull):
         batcher.reserve(1, now=1.0, deadline=13.0)
     batcher.reserve(1, now=1.0, deadline=16.5)
 
 
 def with_slow_explanations() -> Batcher:
-    """A batcher of which a batch takes 0.1 s, one of explanations 3 s."""
     batcher, now = make(batch=10, queue=100), -1000.0
     for mode, seconds in ((PREDICT, 0.1), (EXPLAIN, 3.0)):
-        admit(batcher, 10, now=now, mode=mode)
-        batch = batcher.take(now)
-        assert batch is not None
-        complete(batcher, batch, now + seconds)
+        run(batcher, 10, now, seconds, mode)
         now += 100
     return batcher
 
@@ -347,7 +316,7 @@ def test_slow_explanations_do_not_refuse_plain_requests() -> None:
 def test_explanations_are_refused_by_their_own_times() -> None:
     batcher = with_slow_explanations()
     admit(batcher, 10, mode=EXPLAIN)
-    with pytest.raises(QueueFull, match="the 10 images before this request take about 3 s, more than the 1 s"):
+    with pytest.raises(QueueFull):
         admit(batcher, 10, deadline=3.0, mode=EXPLAIN)
 
 
@@ -357,7 +326,7 @@ def test_plain_request_waits_for_a_batch_of_explanations_a_turn() -> None:
         admit(batcher, 10, mode=EXPLAIN)
     admit(batcher, 10)
     admit(batcher, 1, deadline=10.0)  # 3 s for explanations, and an image of the request before it.
-    with pytest.raises(QueueFull, match=r"the 31 images before this request take about 6\.11 s, more than the 5 s"):
+    with pytest.raises(QueueFull):
         admit(batcher, 10, deadline=15.0)
 
 
@@ -375,12 +344,9 @@ def test_batch_behind_one_of_another_mode_is_timed_from_its_end() -> None:
 
 def test_admits_a_single_image_that_overtakes_a_large_request() -> None:
     batcher = make(batch=10, queue=200)
-    admit(batcher, 10, now=0.0)
-    batch = batcher.take(0.0)
-    assert batch is not None
-    complete(batcher, batch, 1.0)
+    run(batcher, 10, 0.0, 1.0)
     admit(batcher, 100, now=1.0)
-    with pytest.raises(QueueFull, match="the 100 images before"):
+    with pytest.raises(QueueFull):
         batcher.reserve(2, now=1.0, deadline=3.0)
     single = admit(batcher, 1, now=1.0, deadline=3.0)
     assert single in [part.request for part in batcher.take(1.0).slices]  # type: ignore[union-attr]
@@ -388,22 +354,10 @@ def test_admits_a_single_image_that_overtakes_a_large_request() -> None:
 
 def test_requests_of_less_than_a_turn_count_as_the_images_they_have() -> None:
     batcher = make(batch=64)
-    admit(batcher, 64)
-    batch = batcher.take(0.0)
-    assert batch is not None
-    complete(batcher, batch, 6.4)
+    run(batcher, 64, 0.0, 6.4)
     for _ in range(6):  # 0.6 s of images, though a turn of each is 48, 6.4 s.
         admit(batcher, 1, now=6.4)
     admit(batcher, 1, now=6.4, deadline=9.4)
-
-
-def test_closed_admits_nothing_and_finishes_the_rest() -> None:
-    batcher = make()
-    request = admit(batcher, 1)
-    batcher.close("draining")
-    with pytest.raises(NotReady, match="draining"):
-        batcher.reserve(1, now=0.0, deadline=1.0)
-    assert parts(batcher.take(0.0)) == [(request, 0, 1)]
 
 
 def test_large_request_ends_in_time_under_lasting_overload() -> None:
@@ -430,3 +384,84 @@ def test_large_request_ends_in_time_under_lasting_overload() -> None:
         batcher.expire(now)
         ended += batcher.collect()
     assert not [request for request in ended if request.error is not None]
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.floats(0.01, 9.0)), max_size=12), st.integers(0, 100))
+def test_times_are_those_of_batches_of_about_the_size(steps: list[tuple[int, float]], images: int) -> None:
+    times, found = BatchTimes(8), dict[int, float]()
+    for size, seconds in steps:
+        times.add(size, seconds)
+        kind = math.ceil(math.log2(size))
+        found[kind] = 0.8 * found[kind] + 0.2 * seconds if kind in found else seconds
+
+    def of(size: int) -> float:
+        kind = math.ceil(math.log2(size))
+        larger = min((k for k in found if k > kind), default=None)
+        if kind in found:
+            return found[kind]
+        return found[max(found)] if larger is None else found[larger] * size / 2**larger
+
+    sizes = [8] * (images // 8) + [images % 8] * (images % 8 > 0)
+    assert times.total(images) == pytest.approx(sum(map(of, sizes)) if found else 0.0)
+
+
+@given(st.floats(0.0, 9.0), st.floats(0.01, 1.0), st.sampled_from([1, 2, 4]))
+def test_fixed_time_is_that_of_a_batch_without_images(fixed: float, each: float, small: int) -> None:
+    times = BatchTimes(8)
+    times.add(small, fixed + each * small)
+    assert times.fixed == 0.0
+    times.add(8, fixed + each * 8)
+    assert times.fixed == pytest.approx(fixed, abs=1e-9)
+
+
+def test_put_wakes_a_blocked_take_and_delivers_once() -> None:
+    delivered: list[QueuedRequest] = []
+    queue = RequestQueue(make(batch=4), delivered.extend)
+    taken: list[DeviceBatch | None] = []
+
+    def work() -> None:
+        while not queue.stopped:
+            batch = queue.take(block=True)
+            if batch is not None:
+                taken.append(batch)
+                with queue as batcher:
+                    complete(batcher, batch, time.monotonic())
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 10.0
+    with queue as batcher:
+        requests = [batcher.reserve(3, now=time.monotonic(), deadline=deadline) for _ in range(5)]
+    queue.put([(request, NO_IMAGES) for request in requests])
+    while len(delivered) < len(requests) and time.monotonic() < deadline:
+        thread.join(0.001)
+    queue.stop()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert sorted(map(id, delivered)) == sorted(map(id, requests))
+    assert all(request.error is None for request in requests)
+
+
+def test_departure_wakes_a_take_that_waits_for_it() -> None:
+    """A batch and a decoded image take a day each: a queued request waits for one in decoding, until that leaves."""
+    batcher, day = make(batch=8, shares_cores=True), 86_400.0
+    for count, now in ((1, -7 * day), (8, -4 * day)):
+        request = batcher.reserve(count, now=now, deadline=1e9)
+        batcher.put(request, NO_IMAGES, now=now + day)
+        batch = batcher.take(now + day)
+        assert batch is not None
+        complete(batcher, batch, now + 2 * day + count)
+    queue = RequestQueue(batcher, lambda _: None)
+    now = time.monotonic()
+    with queue:
+        queued, decoding = (batcher.reserve(1, now=now, deadline=now + 1e9) for _ in range(2))
+    taken: list[DeviceBatch | None] = []
+    thread = threading.Thread(target=lambda: taken.append(queue.take(block=True)), daemon=True)
+    thread.start()
+    queue.put([(queued, NO_IMAGES)])
+    thread.join(0.05)
+    assert not taken
+    with queue:
+        batcher.cancel(decoding)
+    thread.join(30.0)
+    assert [batch.slices[0].request for batch in taken if batch is not None] == [queued]

@@ -16,31 +16,22 @@ from PIL import Image
 
 from app.errors import ImageRefused, TooManyPixels
 from app.inference import decoder as module
-from app.inference.decoder import Decoder, EncodedImage
+from app.inference.decoder import Decoder, EncodedImage, fingerprints
 from app.memory import MemoryBudget
 from psc_core.errors import UndecodableImage
 from psc_core.images.preprocess import PRESETS
+from tests.app.inference.support import decoder_on
+
+pytestmark = pytest.mark.anyio
 
 
 class Opened(NamedTuple):
-    """An image of a single pixel."""
-
     data: bytes
     cost: int = 1
 
 
 class Hands:
-    """A pool without threads, a clock, and a preprocessing that says what it decoded.
-
-    Attributes:
-        now: The time, seconds.
-        seconds: How long an image takes.
-        seen: Images in the order in which they were decoded; of a request ``x`` they are ``x0``, ``x1``, …
-        answers: What requests were told: their decoded numbers, or the error.
-        unwanted: Requests nobody waits for any more.
-        submitted: Pieces that were put into the queue.
-        closed: The pool takes nothing more.
-    """
+    """A pool without threads, a clock, and a preprocessing that says what it decoded: of ``x`` ``x0``, ``x1``, …"""
 
     shape = 1, 1, 1
 
@@ -89,7 +80,6 @@ class Hands:
         self._decoder.decode_later(uploads, is_wanted=lambda: name not in self.unwanted, on_done=finished)
 
     def step(self) -> None:
-        """A thread takes the next piece from the queue."""
         self._pieces.popleft()()
 
     def run(self) -> None:
@@ -177,23 +167,14 @@ def test_unwanted_request_is_not_decoded(hands: Callable[..., Hands]) -> None:
 
 @pytest.mark.parametrize(("background", "level"), [("black", 0), ("white", 255), ("none", 7)])
 def test_alpha_is_blended_as_the_model_says(background: str, level: int) -> None:
-    image = Image.new("LA", (28, 28), (7, 0))
+    image, file = Image.new("LA", (28, 28), (7, 0)), io.BytesIO()
     image.putpixel((0, 0), (7, 255))
-    file = io.BytesIO()
     image.save(file, "PNG")
-    preprocess = replace(PRESETS["mnist"], background=background)
     answered: list[npt.NDArray[np.uint8]] = []
+    uploads = [EncodedImage(file.getvalue())]
     with ThreadPoolExecutor(1) as pool:
-        decoder = Decoder(
-            pool,
-            MemoryBudget(1 << 30, 1 << 40, max_pixels=10_000),
-            threads=1,
-            preprocess=preprocess,
-            max_pixels=10_000,
-            max_request_pixels=10_000,
-            inline_bytes=1 << 20,
-        )
-        uploads = [EncodedImage(file.getvalue())]
+        preprocess = replace(PRESETS["mnist"], background=background)
+        decoder = decoder_on(pool, threads=1, inline_bytes=1 << 20, preprocess=preprocess)
         at_once = decoder.decode_now(uploads)
         decoder.decode_later(uploads, is_wanted=lambda: True, on_done=lambda images, _: answered.append(images))
     for images in (at_once, *answered):
@@ -208,3 +189,20 @@ def test_a_pool_that_is_closed_finishes_what_it_began(hands: Callable[..., Hands
     pool.closed = True
     pool.run()
     assert pool.answers == {"a": [0, 1, 2, 3, 4, 5]}
+
+
+@pytest.mark.parametrize("repeated", [1, 300_000])
+async def test_identical_files_and_no_others_are_equal(repeated: int) -> None:
+    first, again, other = await fingerprints(
+        [EncodedImage(b"abc" * repeated), EncodedImage(b"abc" * repeated, "b.png"), EncodedImage(b"abd" * repeated)]
+    )
+    assert first == again != other
+
+
+@pytest.mark.parametrize("size", [8, 800])
+async def test_identical_pixels_and_no_others_are_equal(size: int) -> None:
+    images = np.zeros((3, 1, size, size), np.uint8)
+    images[2, 0, -1, -1] = 1
+    first, again, other = await fingerprints(images)
+    assert first == again != other
+    assert await fingerprints(images[::-1]) == [other, again, first]

@@ -13,10 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from app.drift import EXPONENTS, QUIET, window_tail
-from tests.app.observability.support import monitor_of
+from app.drift import EXPONENTS, QUIET, DriftMonitor, window_tail
 
 DELTA = 0.1
+
+
+def monitor_of(
+    calibration_count: int, alpha: float, *, false_alarm_probability: float = 0.01, window: int = 1000
+) -> DriftMonitor:
+    return DriftMonitor(calibration_count, alpha, false_alarm_probability=false_alarm_probability, window=window)
 
 
 def served_p_values(calibration: npt.NDArray[np.float64], scores: npt.NDArray[np.float64]) -> list[float]:
@@ -51,10 +56,7 @@ def naive_log_values(n: int, p_values: Iterable[float]) -> list[float]:
     return values
 
 
-@given(
-    n=st.integers(1, 30),
-    ranks=st.lists(st.floats(0, 1), min_size=1, max_size=12),
-)
+@given(n=st.integers(1, 30), ranks=st.lists(st.floats(0, 1), min_size=1, max_size=12))
 @settings(max_examples=50, deadline=None)
 def test_equals_the_definition(n: int, ranks: list[float]) -> None:
     p_values = [(1 + round(rank * n)) / (n + 1) for rank in ranks]
@@ -139,15 +141,6 @@ def test_images_that_raised_alarms_do_not_become_usual() -> None:
     assert monitor.update([1 / (n + 1)] * 10) == 1
 
 
-def test_easy_images_do_not_make_others_look_strange() -> None:
-    generator = np.random.default_rng(5)
-    for _ in range(20):
-        calibration = generator.normal(size=500)
-        monitor = monitor_of(500, 0.05)
-        monitor.update([1.0] * 1000)
-        assert monitor.update(served_p_values(calibration, generator.normal(size=2000))) == 0
-
-
 @pytest.mark.parametrize(("mean", "fraction"), [(-8.0, 0.05), (-8.0, 0.2), (-0.5, 1.0)])
 def test_lasting_drift_is_one_alarm_and_ends_when_it_ends(mean: float, fraction: float) -> None:
     """Ordinary images, 10,000 with drift, ordinary ones, and the drift again."""
@@ -202,30 +195,6 @@ def test_the_alarm_begins_a_run_without_memory() -> None:
     assert again.state.log_martingale == 0.0
 
 
-def test_a_quiet_stream_costs_at_most_the_sleeping_capital() -> None:
-    monitor = monitor_of(100, 0.05)
-    monitor.update([1.0] * 5000)
-    assert math.log(asleep(5000)) - 1e-9 <= monitor.state.log_martingale < 0.0
-
-
-def test_a_long_history_delays_an_alarm_by_no_more_than_the_delay_without_one() -> None:
-    """One image in twenty is far away, after as many far ones as ordinary ones, or after none."""
-    n, n_images = 2000, 6000
-    found: dict[int, list[int]] = {0: [], 20_000: []}
-    for seed in range(15):
-        for history, delays in found.items():
-            generator = np.random.default_rng(seed)
-            calibration = generator.normal(size=n)
-            monitor = monitor_of(n, 0.05)
-            for mean in (-8, 0):
-                monitor.update(served_p_values(calibration, generator.normal(loc=mean, size=history)))
-            scores = generator.normal(size=n_images) - 8.0 * (generator.random(n_images) < 0.05)
-            pieces = np.split(np.array(served_p_values(calibration, scores)), n_images // 20)
-            delays.append(next((20 * i for i, piece in enumerate(pieces, 1) if monitor.update(piece)), n_images))
-    late, early = np.median(found[20_000]), np.median(found[0])
-    assert late <= 2 * early, (late, early)
-
-
 def test_the_window_counts_only_its_images() -> None:
     monitor = monitor_of(19, 0.05, window=4)
     assert monitor.state.window_ood_rate == 0.0
@@ -237,18 +206,15 @@ def test_the_window_counts_only_its_images() -> None:
     assert monitor.state.window_tail_probability == pytest.approx(stats.betabinom.sf(0, 4, 1, 19))
 
 
-def test_an_alpha_that_rounding_puts_below_a_p_value_still_flags_it() -> None:
-    monitor = monitor_of(99, 0.29)  # 0.29 × 100 < 29 in float64
-    monitor.update([0.29])
-    assert monitor.state.window_ood_rate == 1.0
-
-
-def test_a_p_value_below_the_smallest_of_the_calibration_counts_as_that() -> None:
-    tiny, smallest = monitor_of(9, 0.2), monitor_of(9, 0.2)
-    tiny.update([1e-9])
-    smallest.update([0.1])
-    assert tiny.state == smallest.state
-    assert tiny.state.window_ood_rate == 1.0
+@pytest.mark.parametrize(
+    ("n", "alpha", "p_value", "same"),
+    [(99, 0.29, 0.29, 0.29), (9, 0.2, 1e-9, 0.1)],  # 0.29 × 100 < 29 in float64; below the smallest of the calibration
+)
+def test_a_p_value_at_the_edge_flags(n: int, alpha: float, p_value: float, same: float) -> None:
+    monitor, other = monitor_of(n, alpha), monitor_of(n, alpha)
+    monitor.update([p_value])
+    other.update([same])
+    assert monitor.state == other.state and monitor.state.window_ood_rate == 1.0
 
 
 @given(st.integers(0, 400), st.integers(1, 400), st.integers(1, 400), st.integers(1, 400))
@@ -281,7 +247,7 @@ def test_windows_of_ordinary_images_have_tails_as_they_say() -> None:
 @pytest.mark.parametrize("p_value", [0.0, -0.1, 1.1, math.nan, math.inf])
 def test_rejects_what_is_no_p_value(p_value: float) -> None:
     monitor = monitor_of(10, 0.05)
-    with pytest.raises(ValueError, match="expected a p-value"):
+    with pytest.raises(ValueError):
         monitor.update([0.5, p_value])
     before = monitor_of(10, 0.05)
     before.update([0.5])

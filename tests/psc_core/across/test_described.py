@@ -1,5 +1,3 @@
-"""Networks in folders that describe themselves, from the folder to a fitted model."""
-
 from __future__ import annotations
 
 import shutil
@@ -85,17 +83,6 @@ def test_a_folder_of_timm_needs_no_other_flag(timm_job: folders.Job, tmp_path: P
     code, out, err = run(capsys, evaluate, [*words, "--train", str(timm_job.train), "--val", str(timm_job.val)])
     assert code == 0, err
     assert "Classification" in out
-
-
-def test_a_folder_of_transformers_becomes_a_graph(hf_job: folders.Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
-    words = ["--model", f"hf:{hf_job.model}", "--train", str(hf_job.train), "--val", str(hf_job.val)]
-    code, out, err = run(capsys, main, [*words, *FAST, "--out", str(tmp_path / "b")])
-    assert code == 0, err
-    assert "classes are in the order of the network's outputs, by their names" in out
-    assert f"preprocessing: {folders.SIZE}" in out and "◀ chosen" in out
-    manifest = read_bundle(tmp_path / "b").manifest
-    assert manifest.backbone.network is None and manifest.provenance["model"] == f"hf:{hf_job.model.name}"
-    assert "ONNX graph" in (tmp_path / "b" / "README.md").read_text()
 
 
 def test_what_cannot_be_stored_is_told_before_a_fit(hf_job: folders.Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -1,10 +1,11 @@
-"""The names of the package, loaded when first used."""
-
 from __future__ import annotations
 
+import doctest
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from pkgutil import walk_packages
 
 import pytest
 
@@ -12,7 +13,7 @@ import psc_core
 
 
 def test_package_lists_its_names() -> None:
-    assert set(psc_core.__all__) == set(dir(psc_core)) == set(psc_core._MODULES)
+    assert set(psc_core.__all__) == set(dir(psc_core)) == {"__version__", *psc_core._MODULES}
     assert all(getattr(psc_core, name) is not None for name in psc_core.__all__)
     with pytest.raises(AttributeError, match="it has BasePrediction, ClassificationPrediction, PRESETS, PSC"):
         psc_core.nonsense  # noqa: B018
@@ -27,3 +28,14 @@ def test_importing_the_package_is_light() -> None:
         "assert not web, web"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+MODULES = sorted(
+    module.name for module in walk_packages(psc_core.__path__, "psc_core.") if not module.name.endswith("__main__")
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    assert doctest.testmod(import_module(name)).failed == 0

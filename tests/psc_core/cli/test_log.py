@@ -1,5 +1,3 @@
-"""``psc-log`` from the logged images to labels, and what it removes."""
-
 from __future__ import annotations
 
 import csv

@@ -1,5 +1,3 @@
-"""Flags of the preprocessing."""
-
 from __future__ import annotations
 
 import argparse
@@ -37,10 +35,6 @@ IMAGENET = PRESETS["imagenet"]
         ("--preset mnist --background white", replace(PRESETS["mnist"], background="white")),
         ("--preset mnist --mean 0.5 --std 0.25", replace(PRESETS["mnist"], mean=(0.5,), std=(0.25,))),
         ("--preprocess torchvision:ResNet50_Weights.IMAGENET1K_V2", replace(IMAGENET, resize=232)),
-        (
-            "--preprocess timm:resnet50.a1_in1k --crop 224 --resize 256",
-            replace(IMAGENET, interpolation="bicubic"),
-        ),
         ("--preprocess timm:resnet50.a1_in1k", replace(IMAGENET, interpolation="bicubic", resize=235)),
     ],
 )
@@ -54,10 +48,7 @@ def test_json_file_as_in_a_manifest(tmp_path: Path) -> None:
     file = tmp_path / "preprocess.json"
     file.write_text(json.dumps(PRESETS["cifar10"].to_json()))
     assert parsed("--preprocess", str(file)) == PRESETS["cifar10"]
-    bicubic = replace(PRESETS["cifar10"], interpolation="bicubic")
-    file.write_text(json.dumps(bicubic.to_json()))
-    assert parsed("--preprocess", str(file)) == bicubic
-    on_white = replace(bicubic, background="white")
+    on_white = replace(PRESETS["cifar10"], interpolation="bicubic", background="white")
     file.write_text(json.dumps(on_white.to_json()))
     assert parsed("--preprocess", str(file)) == on_white
     file.write_text('{"mode": "RGB", "size": 3}')
@@ -94,7 +85,6 @@ OWN = Preprocess("RGB", 96, 96, 100, (0.5,) * 3, (0.25,) * 3)
     [
         ("", OWN),
         ("--preset mnist", PRESETS["mnist"]),
-        ("--preset imagenet", IMAGENET),
         ("--preprocess torchvision:ResNet50_Weights.IMAGENET1K_V2", replace(IMAGENET, resize=232)),
         ("--size 64", replace(OWN, height=64, width=64, resize=None)),
         ("--mean 0.1 0.2 0.3", replace(OWN, mean=(0.1, 0.2, 0.3))),
@@ -121,11 +111,6 @@ def test_what_cannot_be_done_needs_a_flag(part: Aspect, remedy: str, enough: str
             parsed(*words.split(), described=described)
     for words in (enough, "--preset mnist"):
         assert isinstance(parsed(*words.split(), described=described), Preprocess)
-
-
-def test_the_nearest_size_without_a_crop() -> None:
-    with pytest.raises(UsageError, match="by --size 28, which is near"):
-        parsed(described=NetworkSpec("a:b", preprocess=PRESETS["mnist"], unlike={"size": "it says something else"}))
 
 
 def test_a_timm_model_that_psc_cannot_prepare_images_for() -> None:

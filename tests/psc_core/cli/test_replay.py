@@ -1,5 +1,3 @@
-"""``psc-replay``: a log and a bundle in, tables and a page out."""
-
 from __future__ import annotations
 
 import json

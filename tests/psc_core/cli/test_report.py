@@ -1,5 +1,3 @@
-"""``psc-report``: the page again, from what its fit kept."""
-
 from __future__ import annotations
 
 import shutil
@@ -26,12 +24,6 @@ def test_draws_the_page_of_the_fit_again(tiny_bundle: Path, tmp_path: Path, caps
     assert sorted(path.name for path in (out / "report").iterdir()) == sorted(
         path.name for path in (tiny_bundle / "report").iterdir()
     )
-
-
-def test_help_says_that_the_page_shows_images(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "most unusual" in (tiny_bundle / "report.html").read_text()
-    code, text, _ = run(capsys, cli.report_main, ["--help"])
-    assert code == 0 and "a classifier's has pictures of validation images" in " ".join(text.split())
 
 
 def test_draws_the_page_of_a_regression_again(

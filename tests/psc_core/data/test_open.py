@@ -11,7 +11,7 @@ from unicodedata import normalize
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -29,7 +29,6 @@ from psc_core.data.open import (
 )
 from psc_core.errors import DataError, UsageError
 from psc_core.images.preprocess import PRESETS
-from psc_core.text import composed
 from tests.conftest import ROOT
 from tests.psc_core.data.support import TINY, write_folder
 
@@ -43,12 +42,6 @@ def test_classes_are_in_name_order(tmp_path: Path) -> None:
     assert dataset.source.names.nbytes <= 5 * 20, "a few bytes an image, however long the folder's own path"
 
 
-def test_rejects_empty_class_folder(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, {f"c{i:02d}": 0 if i == 16 else 1 for i in range(20)})
-    with pytest.raises(DataError, match=r"class folder 17 of 20, .*c16, has no images"):
-        image_folder(root, TINY)
-
-
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_class_may_lack_validation_and_test_images(tmp_path: Path, split: str) -> None:
     """Its empty folder still says that it is one of the classes."""
@@ -58,13 +51,6 @@ def test_class_may_lack_validation_and_test_images(tmp_path: Path, split: str) -
     assert sum(len(batch.images) for batch in dataset.batches(2)) == 3
     with pytest.raises(DataError, match=r"class folder 2 of 3, .*b, has no images"):
         open_dataset(str(root), split="train", preprocess=TINY)
-
-
-def test_rejects_folders_without_images(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, {"a": 0, "b": 0})
-    for labelled_images in (True, False):
-        with pytest.raises(DataError, match="has no images"):
-            open_dataset(str(root), split="test", preprocess=TINY, labelled_images=labelled_images)
 
 
 def test_rejects_missing_or_flat_folder(tmp_path: Path) -> None:
@@ -107,32 +93,6 @@ def test_spec_can_name_split(data_root: Path) -> None:
         open_dataset(f"mnist:{data_root}#exam", split="train", preprocess=PRESETS["mnist"])
 
 
-def test_directory_name_may_contain_number_sign(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "set#val", {"a": 1, "b": 1})
-    assert len(open_dataset(str(root), split="train", preprocess=TINY)) == 2
-    assert len(open_dataset(f"{root}#val", split="train", preprocess=TINY)) == 2
-
-
-@pytest.mark.parametrize("spec", [".x:make", "..x.y:make", ":make"])
-def test_rejects_paths_as_factories(spec: str) -> None:
-    with pytest.raises(DataError, match=r"expected package\.module:factory, not a path"):
-        open_dataset(spec, split="train", preprocess=TINY)
-
-
-@pytest.mark.parametrize("spec", ["nowhere.module:make", "psc_core.data.open:nothing"])
-def test_rejects_unknown_factories(spec: str) -> None:
-    with pytest.raises(DataError, match="cannot be imported"):
-        open_dataset(spec, split="train", preprocess=TINY)
-
-
-def test_a_table_may_have_a_hash_in_its_name(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, {"a": 2})
-    table = root / "ages#1.csv"
-    table.write_text("file,age\na/0.png,1\na/1.png,2\n")
-    for spec in (str(table), f"{table}#val"):
-        assert len(open_dataset(spec, split="train", preprocess=TINY)) == 2
-
-
 @pytest.mark.parametrize("given", [{"target": "age"}, {"unit": "years"}])
 def test_a_target_of_what_is_no_table_is_refused(tmp_path: Path, data_root: Path, given: dict[str, str]) -> None:
     root = write_folder(tmp_path, {"a": 1, "b": 1})
@@ -140,21 +100,6 @@ def test_a_target_of_what_is_no_table_is_refused(tmp_path: Path, data_root: Path
     for spec in (str(root), f"{root}#val", f"mnist:{data_root}", f"rotated-mnist:{data_root}", "nowhere.module:make"):
         with pytest.raises(UsageError, match=f"is no table, so {name} '{value}' has no effect; leave it out, or give"):
             open_dataset(spec, split="train", preprocess=TINY, **given)  # type: ignore[arg-type]
-
-
-def test_hidden_folders_are_no_classes(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, {"a": 1, ".ipynb_checkpoints": 0, ".stored_images": 1, "__MACOSX": 1, "b": 1})
-    for split in ("train", "val"):
-        assert open_dataset(str(root), split=split, preprocess=TINY).classes == ("a", "b")
-
-
-def test_hidden_files_of_a_class_are_no_images(tmp_path: Path) -> None:
-    """A Mac leaves ``._0.png`` beside each ``0.png`` on foreign disks and in archives."""
-    root = write_folder(tmp_path, {"a": 1, "b": 1})
-    for name in ("._0.png", ".stored_images/0.png"):
-        (root / "a" / name).parent.mkdir(exist_ok=True)
-        (root / "a" / name).write_bytes(b"Mac OS X")
-    assert len(open_dataset(str(root), split="train", preprocess=TINY)) == 2
 
 
 def test_files_of_a_folder_that_are_not_read_are_counted(tmp_path: Path) -> None:
@@ -189,36 +134,6 @@ def test_dirty_mnist_has_ten_training_labels_per_ambiguous_image(data_root: Path
     assert (len(clean), len(ambiguous), dirty.examples) == (800, 300, 1100)
     raw = read_idx(data_root / "AmbiguousMNIST/raw/t10k-images-idx3-ubyte")
     assert np.array_equal(dirty.image(int(ambiguous[7]))[0], raw[7])
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\x00\x00\x08",
-        b"\x00\x00\x08\x00",
-        b"\x00\x00\x08\x03\x00\x00",
-        b"\x00\x00\x09\x01\x00\x00\x00\x01\x00",
-        b"\x00\x00\x08\x01\x00\x00\x00\x05\x01",
-    ],
-)
-def test_names_damaged_idx_file(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x.gz").write_bytes(gzip.compress(content))
-    with pytest.raises(DataError, match="x: expected"):
-        read_idx(tmp_path / "x")
-
-
-def test_names_damaged_gzip(tmp_path: Path) -> None:
-    packed = gzip.compress(b"\x00\x00\x08\x01\x00\x00\x00\x05hello")
-    for damaged in (packed[:-9], packed[:10] + b"\xff" * 9 + packed[19:]):
-        (tmp_path / "x.gz").write_bytes(damaged)
-        with pytest.raises(DataError, match="cannot read the IDX file"):
-            read_idx(tmp_path / "x")
-
-
-def test_names_missing_archive(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="tar archive"):
-        read_tar(tmp_path / "none.tar.gz", "x/")
 
 
 NAMES = st.lists(
@@ -256,17 +171,6 @@ def test_equal_names_are_not_confused_with_similar_ones() -> None:
         match(["A", "a", "c"], ["a", "C", "A-"], "images")
 
 
-@given(names=NAMES, data=st.data())
-def test_composed_and_decomposed_names_are_the_same(names: list[str], data: st.DataObject) -> None:
-    assume(len({*map(composed, names)}) == len(names))
-    images, of_network = (
-        [unicodedata.normalize(data.draw(st.sampled_from(["NFC", "NFD"])), name) for name in names] for _ in range(2)
-    )
-    of_network = data.draw(st.permutations(of_network))
-    found = match(images, of_network, "images")[0]
-    assert [*map(composed, found)] == [*map(composed, of_network)]
-
-
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
 def test_labels_follow_names_of_either_form(form: Any) -> None:
     names = ["호랑이", "고양이", "café"]
@@ -285,10 +189,7 @@ def test_labels_follow_names_of_either_form(form: Any) -> None:
 def test_other_names_keep_their_order() -> None:
     matched = match(["n01440764", "n01443537"], ["tench", "goldfish"], "images/train")
     assert matched[0] == ("n01440764", "n01443537")
-    assert matched[1] == (
-        "no class of images/train has a name of the network's (tench, goldfish); their order is taken to be that of "
-        "its outputs"
-    )
+    assert "order is taken to be that of its outputs" in matched[1]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +198,6 @@ def test_other_names_keep_their_order() -> None:
         (["cat", "dog"], r"expected the network's 3 classes in images, got 2 \(missing: bird\)"),
         (["bird", "cat", "dog", "eel"], r"got 4 \(unknown: eel\)"),
         (["bird", "cat", "hound"], r"got 3 \(unknown: hound; missing: dog\)"),
-        (["x", "y"], r"got 2 \(unknown: x, y; missing: bird, dog, cat\)"),
         ([f"c{i:02}" for i in range(20)], r"unknown: c00, .*, c09, …; missing"),
     ],
 )
@@ -338,12 +238,6 @@ def test_reads_a_csv_beside_its_images(tmp_path: Path) -> None:
     assert [int(data.image(i)[0, 0, 0]) for i in range(2)] == [7, 9]
 
 
-def test_the_suffix_of_a_table_may_be_of_any_case(tmp_path: Path) -> None:
-    text = "file,age\na.png,3\nb.png,4.5\n"
-    path = Path(table(tmp_path, text)).rename(tmp_path / "AGES.CSV")
-    assert len(open_dataset(str(path), split="train", preprocess=TINY)) == 2
-
-
 def test_reads_a_column_of_a_parquet_table(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -352,88 +246,6 @@ def test_reads_a_column_of_a_parquet_table(tmp_path: Path) -> None:
     parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
     data = open_dataset(str(tmp_path / "t.parquet"), split="val", preprocess=TINY, target="dose")
     assert data.target == Target(name="dose") and data.values is not None and data.values.tolist() == [0.5, 0.25]
-
-
-@pytest.mark.parametrize(
-    ("text", "target", "error", "said"),
-    [
-        ("", None, DataError, "is empty"),
-        (
-            "age,image\n3,a.png\n",
-            None,
-            DataError,
-            r"none of the files in the column 'age' exists, the first is .*3;",
-        ),
-        (
-            "id,label\na,cat\nb,dog\n",
-            None,
-            DataError,
-            "column 'id' exists, the first is .*a; give paths",
-        ),
-        (
-            "file,age\na.png,3\nb.png,old\n",
-            None,
-            DataError,
-            "row 2 has age 'old', expected a number; correct it, or give",
-        ),
-        ("file,age\na.png,3\nb.png\n", None, DataError, "row 2 has 1 values"),
-        ("file,age,dose\na.png,3,1\n", None, UsageError, "choose one with --target"),
-        ("file,age\na.png,3\n", "dose", UsageError, "no column 'dose', it has the columns age beside"),
-        ("file,age\na.png,nan\n", None, DataError, "finite numbers"),
-        ("file,age,age\na.png,3,4\n", None, DataError, "has the column 'age' twice; name each column once"),
-        ("\n\n", None, DataError, "is empty"),
-        ("file,age\n", None, DataError, "has no rows"),
-        ("file\na.png\n", None, UsageError, "has the columns none beside that of the files, 'file'; choose"),
-        (
-            "file,kind\na.png,cat\nb.png,\n",
-            None,
-            DataError,
-            "row 2 has no kind; give its class, or leave the image out",
-        ),
-    ],
-)
-def test_bad_tables_say_what_is_wrong(
-    tmp_path: Path, text: str, target: str | None, error: type[Exception], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        open_dataset(table(tmp_path, text), split="train", preprocess=TINY, target=target)
-
-
-@pytest.mark.parametrize("first", ["", "sep=;\n"])
-def test_numbers_between_semicolons_may_have_decimal_commas(tmp_path: Path, first: str) -> None:
-    path = table(tmp_path, f"{first}file;age\na.png;1,5\nb.png;23.5\n")
-    data = open_dataset(path, split="train", preprocess=TINY)
-    assert data.values is not None and data.values.tolist() == [1.5, 23.5]
-    path = table(tmp_path, "file;label\na.png;1,0\nb.png;0\n")
-    assert open_dataset(path, split="train", preprocess=TINY, numbers=False).classes == ("0", "1")
-
-
-def test_a_table_in_another_encoding_says_how_to_save_it(tmp_path: Path) -> None:
-    Path(table(tmp_path, "")).write_bytes("file;Größe\na.png;1\n".encode("cp1252"))
-    with pytest.raises(DataError, match="save it as CSV in UTF-8"):
-        open_dataset(str(tmp_path / "ages.csv"), split="train", preprocess=TINY)
-
-
-def test_blank_lines_of_a_csv_are_no_rows(tmp_path: Path) -> None:
-    data = open_dataset(table(tmp_path, "file,age\n\na.png,3\nb.png,4\n\n"), split="train", preprocess=TINY)
-    assert data.values is not None and data.values.tolist() == [3.0, 4.0]
-
-
-def test_two_columns_of_one_name_are_refused_in_a_parquet_table(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    columns = [pa.array(["a.png"]), pa.array([1]), pa.array([2])]
-    parquet.write_table(pa.table(columns, names=["file", "age", "age"]), tmp_path / "t.parquet")
-    with pytest.raises(DataError, match="has the column 'age' twice"):
-        open_dataset(str(tmp_path / "t.parquet"), split="train", preprocess=TINY)
-
-
-def test_missing_and_damaged_tables(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot read the table"):
-        open_dataset(str(tmp_path / "none.csv"), split="train", preprocess=TINY)
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match="cannot read the table"):
-        open_dataset(str(tmp_path / "bad.parquet"), split="train", preprocess=TINY)
 
 
 CLASSES = "id,label\na.png,dog\nb.png, cat\n"
@@ -467,9 +279,7 @@ def test_paths_may_be_absolute_and_the_column_of_files_anywhere(tmp_path: Path) 
         (("010", "009"), ("009", "010")),
     ],
 )
-def test_class_indices_are_classes_by_request_in_their_own_order(
-    tmp_path: Path, labels: tuple[str, str], classes: tuple[str, str]
-) -> None:
+def test_indices_are_classes_by_request(tmp_path: Path, labels: tuple[str, str], classes: tuple[str, str]) -> None:
     path = table(tmp_path, "id,label\na.png,{}\nb.png,{}\n".format(*labels))
     assert open_dataset(path, split="train", preprocess=TINY).target == Target(name="label")
     data = open_dataset(path, split="train", preprocess=TINY, numbers=False)
@@ -481,56 +291,6 @@ def test_classes_may_look_like_numbers_in_part_by_request(tmp_path: Path) -> Non
     assert open_dataset(path, split="train", preprocess=TINY, numbers=False).classes == ("7", "other")
     path = table(tmp_path, "id,label\na.png,2_0\nb.png,1_0\n")
     assert open_dataset(path, split="train", preprocess=TINY).classes == ("1_0", "2_0")
-
-
-@pytest.mark.parametrize(
-    ("text", "given", "error", "said"),
-    [
-        (
-            "id,age\na.png,3\nb.png,4.5\n",
-            {"numbers": False},
-            DataError,
-            "row 2 has age '4.5', expected a class",
-        ),
-        (
-            "id,label\na.png,3\nb.png,nan\n",
-            {"numbers": False},
-            DataError,
-            "row 2 has label 'nan', expected a class index of at most 100 digits, as in other rows; give its class",
-        ),
-        (
-            f"id,label\na.png,3\nb.png,{'1' * 101}\n",
-            {"numbers": False},
-            DataError,
-            "row 2 has label '1{101}', expected a class index of at most 100 digits",
-        ),
-        (
-            f"id,label\na.png,3\nb.png,{'1' * 5000}\n",
-            {"numbers": False},
-            DataError,
-            "row 2 has label '1{99}…1{99}', expected a class index of at most 100 digits",
-        ),
-        (
-            "id,label\na.png,007\nb.png,7\n",
-            {"numbers": False},
-            DataError,
-            "row 2 has label '7', a row before it '007'; write a class one way",
-        ),
-        (CLASSES, {"numbers": True}, DataError, "row 1 has label 'dog', expected a number"),
-        ("id,age\na.png,1_0\n", {"numbers": True}, DataError, "row 1 has age '1_0', expected a number"),
-        (
-            CLASSES,
-            {"unit": "years"},
-            UsageError,
-            "has classes in 'label', which have no unit; leave out the unit 'years'",
-        ),
-    ],
-)
-def test_a_table_for_another_task_is_refused(
-    tmp_path: Path, text: str, given: dict[str, Any], error: type[Exception], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        open_dataset(table(tmp_path, text), split="train", preprocess=TINY, **given)
 
 
 def test_a_table_without_labels_needs_only_files(tmp_path: Path) -> None:
@@ -570,34 +330,6 @@ def test_numbers_are_read_as_the_whole_column_shows(tmp_path: Path, text: str, v
     assert bool(data.notes) == any("," in cell for cell in ("1.234,5", '"12,500"', "4,5") if cell in text)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("file;age\na.png;12.500\nb.png;3.250\n", "row 1 .*12500"),
-        ('file,age\na.png,"12,500"\nb.png,"3,250"\n', "row 1 .*12500"),
-        ("file,age\na.png,45%\nb.png,50 %\n", "--unit"),
-        ("a.png,3\nb.png,4\n", "header"),
-        ("label,file\ncat,a.png\n3,\n", "row 2 has no file"),
-        ("file,age\na.png,3\nb.png,4\n./a.png,5\n", "rows 1 and 3"),
-        ("file,label\na.png,cat\na.png,dog\n", "rows 1 and 2"),
-        ("file,label\na.png,cat\nb.png,NaN\n", "row 2"),
-        ("file,age, age \na.png,3,4\n", "'age' twice"),
-        ("file;label\na.png;1.000\nb.png;2.000\n", "row 1"),
-    ],
-)
-def test_what_can_be_read_in_two_ways_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(DataError, match=said):
-        opened(tmp_path, text)
-
-
-def test_excels_unicode_text_is_read(tmp_path: Path) -> None:
-    table(tmp_path, "")
-    (tmp_path / "t.csv").write_bytes("file\tGr\u00f6\u00dfe\r\na.png\t3\r\nb.png\t4\r\n".encode("utf-16"))
-    data = open_dataset(str(tmp_path / "t.csv"), split="train", preprocess=TINY, target="Gro\u0308\u00dfe")
-    assert data.target == Target(name="Gr\u00f6\u00dfe") and data.values is not None
-    assert data.values.tolist() == [3.0, 4.0]
-
-
 def test_booleans_and_bytes_of_parquet_are_as_in_a_csv(tmp_path: Path) -> None:
     pa, parquet = (pytest.importorskip(f"pyarrow{part}") for part in ("", ".parquet"))
     of_csv = opened(tmp_path, "file,label\na.png,True\nb.png,False\n")
@@ -607,14 +339,6 @@ def test_booleans_and_bytes_of_parquet_are_as_in_a_csv(tmp_path: Path) -> None:
         assert (data.target, data.classes, data.labels.tolist()) == (None, ("False", "True"), [1, 0])
         assert (of_csv.classes, of_csv.labels.tolist()) == (data.classes, [1, 0])
         assert [int(data.image(i)[0, 0, 0]) for i in range(2)] == [7, 9]
-
-
-def test_a_cell_that_holds_several_values_is_no_class(tmp_path: Path) -> None:
-    pa, parquet = (pytest.importorskip(f"pyarrow{part}") for part in ("", ".parquet"))
-    table(tmp_path, "")
-    parquet.write_table(pa.table({"file": ["a.png", "b.png"], "label": [[1], [2, 3]]}), tmp_path / "t.parquet")
-    with pytest.raises(DataError, match="row 1"):
-        open_dataset(str(tmp_path / "t.parquet"), split="train", preprocess=TINY)
 
 
 @pytest.mark.parametrize("of_table", ["NFC", "NFD"])
@@ -634,3 +358,122 @@ def test_blanks_that_belong_to_the_name_of_a_file_are_kept(tmp_path: Path) -> No
     Image.new("L", (3, 3), 5).save(tmp_path / " c.png")
     data = opened(tmp_path, "file,label\n c.png,x\n a.png,y\n")
     assert [int(data.image(i)[0, 0, 0]) for i in range(2)] == [5, 7]
+
+
+NUMBERS, NAMED = {"numbers": True}, {"numbers": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "error", "said"),
+    [
+        ("", {}, DataError, "is empty"),
+        ("\n\n", {}, DataError, "is empty"),
+        ("file,age\n", {}, DataError, "has no rows"),
+        ("age,image\n3,a.png\n", {}, DataError, "none of the files in the column 'age'"),
+        ("id,label\na,cat\nb,dog\n", {}, DataError, "column 'id'"),
+        ("file,age\na.png,3\nb.png,old\n", {}, DataError, "row 2 has age 'old'"),
+        ("file,age\na.png,3\nb.png\n", {}, DataError, "row 2 has 1 values"),
+        ("file,age\na.png,nan\n", {}, DataError, "finite numbers"),
+        ("file,age,age\na.png,3,4\n", {}, DataError, "the column 'age' twice"),
+        ("file,age, age \na.png,3,4\n", {}, DataError, "the column 'age' twice"),
+        ("file,kind\na.png,cat\nb.png,\n", {}, DataError, "row 2 has no kind"),
+        ("label,file\ncat,a.png\n3,\n", {}, DataError, "row 2 has no file"),
+        ("a.png,3\nb.png,4\n", {}, DataError, "header"),
+        ("file,age\na.png,3\nb.png,4\n./a.png,5\n", {}, DataError, "rows 1 and 3"),
+        ("file,label\na.png,cat\nb.png,NaN\n", {}, DataError, "row 2"),
+        ("file,age\na.png,45%\nb.png,50 %\n", {}, DataError, "--unit"),
+        ("file;age\na.png;12.500\nb.png;3.250\n", {}, DataError, "row 1 .*12500"),
+        ('file,age\na.png,"12,500"\nb.png,"3,250"\n', {}, DataError, "row 1 .*12500"),
+        ("file;label\na.png;1.000\nb.png;2.000\n", {}, DataError, "row 1"),
+        ("file,age,dose\na.png,3,1\n", {}, UsageError, "--target"),
+        ("file\na.png\n", {}, UsageError, "the columns none beside"),
+        ("file,age\na.png,3\n", {"target": "dose"}, UsageError, "no column 'dose'"),
+        ("id,age\na.png,3\nb.png,4.5\n", NAMED, DataError, "row 2 has age '4.5', expected a class"),
+        ("id,label\na.png,3\nb.png,nan\n", NAMED, DataError, "row 2 has label 'nan', expected a class index"),
+        (f"id,label\na.png,3\nb.png,{'1' * 5000}\n", NAMED, DataError, "row 2 has label '1{99}…1{99}'"),
+        ("id,label\na.png,007\nb.png,7\n", NAMED, DataError, "row 2 has label '7', a row before it '007'"),
+        (CLASSES, NUMBERS, DataError, "row 1 has label 'dog', expected a number"),
+        ("id,age\na.png,1_0\n", NUMBERS, DataError, "row 1 has age '1_0', expected a number"),
+        (CLASSES, {"unit": "years"}, UsageError, "unit 'years'"),
+    ],
+)
+def test_bad_tables(tmp_path: Path, text: str, given: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        open_dataset(table(tmp_path, text), split="train", preprocess=TINY, **given)
+
+
+def test_files_that_are_no_tables(tmp_path: Path) -> None:
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+    (tmp_path / "bad.csv").write_bytes("file;Größe\na.png;1\n".encode("cp1252"))
+    for name, said in (("none.csv", "cannot read"), ("bad.parquet", "cannot read"), ("bad.csv", "as CSV in UTF-8")):
+        with pytest.raises(DataError, match=said):
+            open_dataset(str(tmp_path / name), split="train", preprocess=TINY)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (".x:make", "not a path"),
+        ("..x.y:make", "not a path"),
+        (":make", "not a path"),
+        ("nowhere.module:make", "cannot be imported"),
+        ("psc_core.data.open:nothing", "cannot be imported"),
+    ],
+)
+def test_rejects_factories_that_are_none(spec: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        open_dataset(spec, split="train", preprocess=TINY)
+
+
+def test_names_damaged_files(tmp_path: Path) -> None:
+    for head in (
+        b"",
+        b"\0\0\x08",
+        b"\0\0\x08\0",
+        b"\0\0\x08\x03\0\0",
+        b"\0\0\x09\x01\0\0\0\x01\0",
+        b"\0\0\x08\x01\0\0\0\x05\x01",
+    ):
+        (tmp_path / "x.gz").write_bytes(gzip.compress(head))
+        with pytest.raises(DataError, match="x: expected"):
+            read_idx(tmp_path / "x")
+    packed = gzip.compress(b"\x00\x00\x08\x01\x00\x00\x00\x05hello")
+    for damaged in (packed[:-9], packed[:10] + b"\xff" * 9 + packed[19:]):
+        (tmp_path / "x.gz").write_bytes(damaged)
+        with pytest.raises(DataError, match="cannot read the IDX file"):
+            read_idx(tmp_path / "x")
+    with pytest.raises(DataError, match="tar archive"):
+        read_tar(tmp_path / "none.tar.gz", "x/")
+
+
+def test_hidden_files_and_folders_are_neither_images_nor_classes(tmp_path: Path) -> None:
+    """A Mac leaves ``._0.png`` beside each ``0.png`` on foreign disks and in archives."""
+    root = write_folder(tmp_path, {"a": 1, ".ipynb_checkpoints": 0, ".stored_images": 1, "__MACOSX": 1, "b": 1})
+    for name in ("._0.png", ".stored_images/0.png"):
+        (root / "a" / name).parent.mkdir(exist_ok=True)
+        (root / "a" / name).write_bytes(b"Mac OS X")
+    for split in ("train", "val"):
+        data = open_dataset(str(root), split=split, preprocess=TINY)
+        assert data.classes == ("a", "b") and len(data) == 2
+
+
+def test_names_may_contain_a_number_sign(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set#val", {"a": 2, "b": 1})
+    (root / "ages#1.csv").write_text("file,age\na/0.png,1\na/1.png,2\nb/0.png,3\n")
+    for spec in (root, f"{root}#val", root / "ages#1.csv", f"{root}/ages#1.csv#val"):
+        assert len(open_dataset(str(spec), split="train", preprocess=TINY)) == 3
+
+
+@pytest.mark.parametrize(
+    ("columns", "names", "said"),
+    [
+        ([["a.png"], [1], [2]], ["file", "age", "age"], "the column 'age' twice"),
+        ([["a.png", "b.png"], [[1], [2, 3]]], ["file", "label"], "row 1"),
+    ],
+)
+def test_parquet_tables_that_are_refused(tmp_path: Path, columns: list[Any], names: list[str], said: str) -> None:
+    pa, parquet = (pytest.importorskip(f"pyarrow{part}") for part in ("", ".parquet"))
+    table(tmp_path, "")
+    parquet.write_table(pa.table([*map(pa.array, columns)], names=names), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=said):
+        open_dataset(str(tmp_path / "t.parquet"), split="train", preprocess=TINY)

@@ -1,14 +1,19 @@
-"""Evaluation against loops, with a scorer that is a formula of the pixels."""
+"""Evaluation of a classifier against loops, with a scorer that is a formula of the pixels; and its report."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn import metrics as sklearn_metrics
 from torch import Tensor, nn
 
 from psc_core import PRESETS, metrics, open_dataset
@@ -17,15 +22,26 @@ from psc_core.compute import Compute
 from psc_core.data.dataset import ArraySource, ImageDataset, labelled
 from psc_core.errors import DataError, UsageError
 from psc_core.evaluation.baselines import fit_baselines
-from psc_core.evaluation.classification import ClassificationEvaluator, ClassificationReport, ambiguity
-from psc_core.evaluation.evaluate import evaluate
+from psc_core.evaluation.classification import (
+    QUALITIES,
+    Acceptance,
+    ClassificationEvaluator,
+    ClassificationReport,
+    Separation,
+    acceptance,
+    ambiguity,
+    separation,
+)
+from psc_core.evaluation.evaluate import ObservedRate, evaluate
 from psc_core.heads.base import Scored, entropy
 from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import Preprocess
+from psc_core.metrics import CountInterval, Difference, RateInterval
 from psc_core.model import PSC
 from psc_core.network.cut import truncate
 from psc_core.pipeline import Pipeline, Scorer
 from psc_core.tasks.classification import fit_calibration
+from tests.psc_core.test_metrics import LEVELS, tensor
 from tests.reference import metrics as naive
 
 
@@ -102,7 +118,7 @@ def test_equals_loops(psc: PSC) -> None:
     data = inside(120, 1)
     report = report_of(psc, data, {"outside": OUTSIDE}, batch_images=17)
     batch, out = next(data.batches(120)), next(OUTSIDE.batches(60))
-    served, strange = (psc.outputs(psc.pipeline(b.images)) for b in (batch, out))
+    served, unusual = (psc.outputs(psc.pipeline(b.images)) for b in (batch, out))
     p, y = served.probabilities.double(), batch.labels
     confidence, correct = p.amax(1).tolist(), (p.argmax(1) == y).tolist()
 
@@ -118,18 +134,20 @@ def test_equals_loops(psc: PSC) -> None:
     assert quality["coverage_at_risk_5_percent"] == pytest.approx(naive.coverage_at_risk(confidence, correct, 0.05))
 
     own = report.separation["outside"]["psc"]
-    i, o = (-served["log_density"]).tolist(), (-strange["log_density"]).tolist()
+    i, o = (-served["log_density"]).tolist(), (-unusual["log_density"]).tolist()
     assert own.auroc == pytest.approx(naive.auroc(i, o))
-    assert own.aupr_out == pytest.approx(naive.aupr(o, i))
-    assert own.fpr95 == pytest.approx(naive.fpr(i, o, 0.95))
+    is_in, scores = np.repeat([1, 0], [120, 60]), np.array(i + o)
+    assert own.aupr_out == pytest.approx(sklearn_metrics.average_precision_score(1 - is_in, scores))
+    assert own.aupr_in == pytest.approx(sklearn_metrics.average_precision_score(is_in, -scores))
+    assert own.fpr95 == pytest.approx(float((np.array(i) >= sorted(o)[3]).mean()))  # 57 of 60 are 95 %.
     assert own.auroc_difference == (0.0, 0.0)
     assert set(report.separation["outside"]) == {"psc", "psc-entropy", "psc-epistemic"}
     assert report.separation["outside"]["psc-entropy"].auroc == pytest.approx(
-        naive.auroc(served["predictive_entropy"].tolist(), strange["predictive_entropy"].tolist())
+        naive.auroc(served["predictive_entropy"].tolist(), unusual["predictive_entropy"].tolist())
     )
 
     assert report.false_alarms.count == int((served["ood_p_value"] <= 0.05).sum())
-    assert report.flagged["outside"] == pytest.approx(float((strange["ood_p_value"] <= 0.05).double().mean()))
+    assert report.flagged["outside"] == pytest.approx(float((unusual["ood_p_value"] <= 0.05).double().mean()))
     sets = naive_sets(psc.calibration.quantile(0.9), served.probabilities)
     assert report.misses.count == sum(not sets[m, y[m]] for m in range(120))
     accepted = ((served["predictive_entropy"] <= 1.0) & ~(served["ood_p_value"] <= 0.05)).tolist()
@@ -144,15 +162,6 @@ def test_equals_loops(psc: PSC) -> None:
 def test_rates_hold_on_exchangeable_data(psc: PSC) -> None:
     report = report_of(psc, inside(2000, 5), {})
     assert report.false_alarms.assessment == report.misses.assessment == "as stated"
-
-
-def test_batch_size_changes_nothing(psc: PSC) -> None:
-    data = inside(41, 2)
-    whole, single = (ClassificationEvaluator().score_images(psc, data, batch_images=size) for size in (41, 1))
-    for name in whole.ood:
-        assert torch.equal(whole.ood[name], single.ood[name])
-    assert torch.equal(whole.losses["psc"].nll, single.losses["psc"].nll)
-    assert torch.equal(whole.covered, single.covered)
 
 
 def test_several_labels_per_image(psc: PSC) -> None:
@@ -180,11 +189,7 @@ def test_ambiguity_of_marked_images(psc: PSC) -> None:
     values = {"psc": torch.arange(4.0)}
     assert ambiguity(values, {"ambiguous": torch.arange(4)}) == {}
     assert ambiguity(values, {"clean": torch.arange(4), "ambiguous": torch.arange(0)}) == {}
-
-
-def test_prefix_marks_ambiguous_images() -> None:
-    groups = {"unambiguous": torch.arange(2), "ambiguous-mnist": torch.arange(2, 4)}
-    assert ambiguity({"psc": torch.arange(4.0)}, groups) == {"psc": 1.0}
+    assert ambiguity(values, {"unambiguous": torch.arange(2), "ambiguous-mnist": torch.arange(2, 4)}) == {"psc": 1.0}
 
 
 def test_with_baselines(psc: PSC) -> None:
@@ -201,14 +206,13 @@ def test_with_baselines(psc: PSC) -> None:
         report.separation["outside"]["psc"].auroc - report.separation["outside"]["knn"].auroc
     )
     assert len(report.separation["outside"]) == 10
-    assert report.summary()[0].startswith("outside: PSC ")
 
 
-def test_base_predictions_have_no_epistemic_score(psc: PSC) -> None:
+def test_original_predictions_have_no_epistemic_score(psc: PSC) -> None:
     scorer = FormulaScorer()
     backbone = truncate(nn.Sequential(nn.Conv2d(1, 1, 1)), ["0"], keep_output=True)
-    base = dataclasses.replace(psc, pipeline=Pipeline(scorer, psc.calibration.ood_scores), backbone=backbone)
-    assert set(ClassificationEvaluator().score_images(base, inside(5, 1)).ood) == {"psc", "psc-entropy"}
+    original = dataclasses.replace(psc, pipeline=Pipeline(scorer, psc.calibration.ood_scores), backbone=backbone)
+    assert set(ClassificationEvaluator().score_images(original, inside(5, 1)).ood) == {"psc", "psc-entropy"}
 
 
 def test_one_image(psc: PSC) -> None:
@@ -228,26 +232,138 @@ def test_rejects_other_data(psc: PSC) -> None:
         evaluate(psc, other, {})
 
 
-def test_own_probabilities_are_the_softmax(data_root: Path) -> None:
+def test_the_original_network_gives_its_softmax_in_the_precision_of_its_model(data_root: Path) -> None:
     data = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).eval()
-    own = ClassificationEvaluator().original_network(net, data, Compute(torch.device("cpu"), batch_images=8))
     images = next(data.batches(5)).images
+    cpu = torch.device("cpu")
+    original, half = (
+        ClassificationEvaluator().original_network(net, data, compute)
+        for compute in (Compute(cpu, batch_images=8), Compute(cpu, "bf16"))
+    )
     with torch.inference_mode():
-        outputs = own.score(images)
+        scored, outputs = original.score(images), half.outputs(images)
     logits = net((images.double() / 255 - 0.1307).div(0.3081).float()).double()
     expected = logits.exp() / logits.exp().sum(1, keepdim=True)
-    assert torch.allclose(outputs.probabilities["original"], expected, atol=1e-5)
-    assert torch.allclose(outputs.scores["max-softmax"], 1 - expected.amax(1), atol=1e-5)
+    assert torch.allclose(scored.probabilities["original"], expected, atol=1e-5)
+    assert torch.allclose(scored.scores["max-softmax"], 1 - expected.amax(1), atol=1e-5)
+    assert torch.equal(outputs, outputs.bfloat16().double()) and not torch.equal(outputs, logits)
 
 
-def test_the_network_itself_runs_in_the_precision_of_its_model(data_root: Path) -> None:
-    data = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
-    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).eval()
-    images = next(data.batches(5)).images
-    with torch.inference_mode():
-        outputs = (
-            ClassificationEvaluator().original_network(net, data, Compute(torch.device("cpu"), "bf16")).outputs(images)
-        )
-        full = net(data.preprocess.standardise(images)).double()
-    assert torch.equal(outputs, outputs.bfloat16().double()) and not torch.equal(outputs, full)
+@pytest.mark.parametrize(("alpha", "above"), [(0.1, 5), (0.05, 2), (0.001, 0)])
+def test_a_threshold_keeps_the_rate_of_false_alarms(alpha: float, above: int) -> None:
+    scores = {"psc": torch.randperm(50).double()}
+    threshold = separation(scores, scores, alpha)["psc"].threshold
+    assert int((scores["psc"] > threshold).sum()) == above
+
+
+IMAGES = st.lists(st.tuples(LEVELS, LEVELS, st.booleans()), min_size=1, max_size=12)
+
+
+@given(IMAGES, IMAGES)
+def test_acceptance_equals_loops(
+    known: list[tuple[float, float, bool]], unknown: list[tuple[float, float, bool]]
+) -> None:
+    inside, outside = (
+        {"psc": tensor([row[0] for row in rows]), "psc-entropy": tensor([row[1] for row in rows])}
+        for rows in (known, unknown)
+    )
+    found = acceptance(inside, outside, torch.tensor([row[2] for row in known]))
+    ranks = {
+        name: [max(naive.rank(row[axis], [other[axis] for other in known]) for axis in (0, 1)) for row in rows]
+        for name, rows in (("known", known), ("unknown", unknown))
+    }
+    correct = [row[2] for row in known] + [False] * len(unknown)
+    own = found["psc-decision"]
+    assert own.ood_accepted == pytest.approx(naive.ood_accepted(ranks["known"], ranks["unknown"], 0.95))
+    assert own.aurc == pytest.approx(naive.aurc([-rank for rank in ranks["known"] + ranks["unknown"]], correct))
+    scores = [row[0] for row in known + unknown]
+    limits = scores[: len(known)], scores[len(known) :]
+    assert found["psc"].ood_accepted == pytest.approx(naive.ood_accepted(*limits, 0.95))
+    assert found["psc"].aurc == pytest.approx(naive.aurc([-score for score in scores], correct))
+
+
+def separated(auroc: float, difference: float, error: float) -> Separation:
+    return Separation(auroc, 0.9, 0.8, 0.2, Difference(difference, error), threshold=1.25)
+
+
+def classification(nll: float) -> dict[str, float]:
+    values = (0.96, nll, 0.05, 0.005, 0.006, 0.001, 0.002, 0.9, 1.0)
+    return dict(zip(QUALITIES, values, strict=True))
+
+
+def rate(count: int) -> ObservedRate:
+    return ObservedRate(0.05, count, 1000, 0.99, RateInterval(0.03, 0.07), CountInterval(33, 69), CountInterval(20, 80))
+
+
+REPORT = ClassificationReport(
+    model={"name": "digits", "version": "0123456789ab", "layer": "layer3.0"},
+    id_name="mnist",
+    images=1000,
+    examples=1000,
+    classification={
+        "psc": classification(0.136),
+        "original": classification(0.15),
+        "temperature": classification(0.14),
+    },
+    ood_images={"fashion": 500, "near|far": 400, "hard": 300},
+    separation={
+        "fashion": {
+            "psc": separated(0.99, 0, 0),
+            "psc-entropy": separated(0.999, -0.009, 0.001),
+            "knn": separated(0.97, 0.02, 0.002),
+            "gda": separated(0.98, 0.01, 0.001),
+        },
+        "near|far": {"psc": separated(0.90, 0, 0), "knn": separated(0.905, -0.005, 0.004)},
+        "hard": {
+            "psc": separated(0.80, 0, 0),
+            "knn": separated(0.9, -0.1, 0.01),
+            "gda": separated(0.85, -0.05, 0.01),
+            "energy": separated(0.7, 0.1, 0.01),
+        },
+    },
+    acceptance={
+        name: {"psc-decision": Acceptance(0.02, 0.3), "psc": Acceptance(0.04, 0.35), "knn": Acceptance(0.03, 0.36)}
+        for name in ("fashion", "near|far", "hard")
+    },
+    flagged={"fashion": 0.93, "near|far": 0.5, "hard": 0.4},
+    false_alarms=rate(50),
+    misses=rate(95),
+    accepted=800,
+    accepted_wrong=16,
+    mean_set_size=1.07,
+    ambiguity={"psc": 0.97, "original": 0.96},
+)
+
+
+def test_summary_names_wins_ties_and_losses() -> None:
+    wins, tie, loses, better, *rest = REPORT.summary()
+    assert "fashion: PSC wins" in wins and "gda" in wins
+    assert "near|far: PSC ties with knn" in tie and "hard: PSC loses to knn, gda" in loses
+    assert "predictive_entropy > 1.25" in better
+    assert all("accept 2.0% of it" in line and "knn accepts 3.0%" in line for line in rest[:3])
+    assert "best is psc and original and temperature" in rest[3]
+    assert "as stated" in rest[-3] and "higher than stated" in rest[-2]
+    assert "800 of 1000 (80.00%), of which 16 are wrong (2.00%)" in rest[-1]
+    none = dataclasses.replace(REPORT, accepted=0, accepted_wrong=0)
+    assert none.summary()[-1] == "Accepted: 0 of 1000 (0.00%)."
+    alone_separated, quality = {"fashion": {"psc": separated(0.99, 0, 0)}}, {"psc": classification(0.1)}
+    alone = dataclasses.replace(REPORT, separation=alone_separated, acceptance={}, classification=quality).summary()
+    assert len(alone) == 4 and "no other method" in alone[0]
+
+
+def test_unknown_standard_error_is_a_tie() -> None:
+    tiny = {"psc": separated(0.5, 0, math.inf), "knn": separated(1.0, -0.5, math.inf)}
+    report = dataclasses.replace(REPORT, separation={"one": tiny})
+    assert report.summary()[0].startswith("one: PSC ties with knn")
+    document = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert document["separation"]["one"]["knn"]["auroc_difference"] == {"value": -0.5, "standard_error": None}
+
+
+def test_json_holds_every_number_and_the_summary() -> None:
+    data = json.loads(json.dumps(REPORT.to_json(), allow_nan=False))
+    assert data["classification"]["psc"]["nll"] == 0.136
+    assert data["separation"]["hard"]["gda"]["auroc_difference"] == {"value": -0.05, "standard_error": 0.01}
+    assert data["false_alarms"]["calibrated_acceptance"] == [20, 80]
+    assert data["false_alarms"]["rate"] == 0.05 and data["misses"]["assessment"] == "higher than stated"
+    assert data["summary"] == REPORT.summary()

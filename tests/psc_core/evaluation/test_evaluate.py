@@ -1,4 +1,4 @@
-"""One entrance for the models of all tasks."""
+"""One entrance for the models of all tasks, and observed rates beside nominal ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from psc_core import load_model, open_dataset
-from psc_core.evaluation.evaluate import evaluate
+from psc_core.evaluation.evaluate import ObservedRate, evaluate, observed_rate
+from psc_core.metrics import CountInterval, RateInterval
 
 
 @pytest.mark.parametrize(("bundle", "data"), [("tiny_bundle", "dirty-mnist"), ("angle_bundle", "rotated-mnist")])
@@ -17,12 +18,29 @@ def test_a_model_of_any_task_is_measured(
 ) -> None:
     model = load_model(request.getfixturevalue(bundle), device="cpu", allow_factories=["tests.tiny:network"])
     known, shirts = (
-        open_dataset(f"{name}:{data_root}", split="test", preprocess=model.preprocess).subset(torch.arange(90))
+        open_dataset(f"{name}:{data_root}", split="test", preprocess=model.preprocess).subset(torch.arange(40))
         for name in (data, "fashion-mnist")
     )
-    found = evaluate(model, known, {"shirts": shirts}, batch_images=40)
-    assert (found.report.id_name, found.report.images) == (known.name, 90)
+    found = evaluate(model, known, {"shirts": shirts}, batch_images=17)
+    assert (found.report.id_name, found.report.images) == (known.name, 40)
     assert found.report.model["version"] == model.version and set(found.outside) == {"shirts"}
-    prediction = model.predict(next(shirts.batches(90)).images)
+    prediction = model.predict(next(shirts.batches(40)).images)
     assert found.report.to_json()["flagged"]["shirts"] == pytest.approx(float(prediction.is_ood.double().mean()))
-    assert found.report.to_text().strip() in found.report.to_markdown() or "## Rates" in found.report.to_markdown()
+
+
+@pytest.mark.parametrize(
+    ("count", "assessment"),
+    [(19, "lower than stated"), (20, "as stated"), (80, "as stated"), (81, "higher than stated")],
+)
+def test_assessment_at_the_edges(count: int, assessment: str) -> None:
+    interval, counted, expected = RateInterval(0.03, 0.07), CountInterval(33, 69), CountInterval(20, 80)
+    assert ObservedRate(0.05, count, 1000, 0.99, interval, counted, expected).assessment == assessment
+
+
+def test_observed_rates_follow_the_beta_binomial() -> None:
+    happened = torch.zeros(1000, dtype=torch.bool)
+    assert observed_rate(happened, 0.05, 199).assessment == "lower than stated"
+    happened[:75] = True
+    noisy, sharp = observed_rate(happened, 0.05, 199), observed_rate(happened, 0.05, 99_999)
+    assert noisy.assessment == "as stated" and noisy.acceptance.high < 75
+    assert sharp.assessment == "higher than stated"

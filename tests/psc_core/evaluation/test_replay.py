@@ -58,45 +58,28 @@ def test_tables_say_what_they_are_of(model: FittedModel, data_root: Path, tmp_pa
         assert before != after and len({row.position for row in examples}) == len(examples)
         scores = [row.ood_score for row in examples]
         assert scores == sorted(scores, reverse=after == "accept")
-    text = replay_text(found)
-    assert "another label" in text and "relabelled" in document["all_images"]
-    assert "How far" not in text and {"target", "moves"}.isdisjoint({*document, *document["stored_images"]})
-    assert (
-        "Of all answered images, by the 31 of the random sample" in text and "The 61 logged images themselves" in text
-    )
+    assert "another label" in replay_text(found) and "relabelled" in document["all_images"]
+    assert {"target", "moves"}.isdisjoint({*document, *document["stored_images"]})
     write_replay(found, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "another label for" in page and "the label under the bundle" in page
     assert page.count("<img") == sum(len(examples) for _, _, examples in found.flips()) and "nan" not in page
 
 
-def test_without_an_audit_slice_nothing_is_said_of_all(model: FittedModel, tmp_path: Path) -> None:
+def test_without_a_random_sample_nothing_is_said_of_all(model: FittedModel, tmp_path: Path) -> None:
     image = Logged(png(np.zeros((28, 28), np.uint8)), sampled=False, answered="<b>", decision="accept")
     found = replay(write_log(tmp_path / "log", [image], model="<i>"), model)
-    assert "all_images" not in found.to_json() and "another decision" not in replay_text(found)
+    assert "all_images" not in found.to_json()
     write_replay(found, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "nothing is known of images that were not stored" in page and "<i>" not in page and "&lt;i&gt;" in page
-    with pytest.raises(UsageError, match="has no rows; give the folder"):
+    assert "<i>" not in page and "&lt;i&gt;" in page
+    with pytest.raises(UsageError, match="has no rows"):
         replay(open_log(tmp_path / "none"), model)
     log = write_log(tmp_path / "unstored", [Logged(image.content, stored=False)])
-    with pytest.raises(UsageError, match="no logged images of digits; see --log-images"):
+    with pytest.raises(UsageError, match="--log-images"):
         replay(log, model)
 
 
-def test_a_regression_has_no_labels(angle_bundle: Path, tmp_path: Path) -> None:
-    model = load_model(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
-    log = write_log(tmp_path, [Logged(png(np.full((28, 28), i, np.uint8))) for i in range(3)])
-    found = replay(log, model)
-    assert found.sample and found.relabelled() is None and {row.after.label for row in found.rows} == {None}
-    assert {"relabelled", "moves"}.isdisjoint(found.to_json()["all_images"]) and "How far" not in replay_text(found)
-    assert "another decision" in replay_text(found) and "another label" not in replay_text(found)
-    write_replay(found, tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert "Another decision" in page and "another label" not in page and "the label under" not in page
-
-
-def test_says_how_far_the_numbers_of_a_regression_moved(angle_bundle: Path, tmp_path: Path) -> None:
+def test_a_regression_has_no_labels_but_numbers_that_moved(angle_bundle: Path, tmp_path: Path) -> None:
     model = load_model(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
     contents = [png(np.full((28, 28), 40 * i, np.uint8)) for i in range(5)]
     outputs = model.compute(contents)
@@ -120,6 +103,7 @@ def test_says_how_far_the_numbers_of_a_regression_moved(angle_bundle: Path, tmp_
     assert document["target"] == {"name": "angle", "unit": "degrees"}
     assert document["stored_images"]["moves"] == [asdict(each) for each in stored]
     assert document["all_images"]["moves"] == [asdict(each) for each in sample]
-    assert "How far the numbers in all answers moved (angle, degrees), by the random sample" in replay_text(found)
+    assert found.relabelled() is None and "relabelled" not in document["all_images"]
     write_replay(found, tmp_path / "page.html")
-    assert "How far the numbers in the logged answers moved (angle, degrees)" in (tmp_path / "page.html").read_text()
+    for text in (replay_text(found), (tmp_path / "page.html").read_text()):
+        assert "(angle, degrees)" in text and "another label" not in text

@@ -1,5 +1,3 @@
-"""Calibration on the calibration split alone."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from psc_core import PSC, FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core.collapse import ChosenLayer
@@ -20,21 +19,19 @@ from psc_core.tasks.classification import Errors
 SETTINGS = FitSettings(device="cpu")
 
 
-def test_the_density_alone_is_calibrated(
-    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
-) -> None:
+def test_density_alone(net: nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection) -> None:
     chosen = measure_collapse(net, train, val, layers="^4$", settings=SETTINGS).choose("4")
     psc = fit_psc(net, chosen, projection, train, val, head="duq", ood_score="density", settings=SETTINGS)
     calibrates = split_validation(val, SETTINGS.seed)[1]
     found = psc.predict(next(calibrates.batches(len(calibrates))).images)
     assert torch.equal(found.ood_score, -found.log_density)
     torch.testing.assert_close(psc.calibration.ood_scores, found.ood_score.sort().values)
-    n = len(found)  # of n calibration images themselves, the k-th strangest has the p-value (k + 1) / (n + 1)
+    n = len(found)  # of n calibration images themselves, the k-th most unusual has the p-value (k + 1) / (n + 1)
     assert sorted((found.ood_p_value * (n + 1)).round().int().tolist()) == list(range(2, n + 2))
 
 
 def test_calibration_split_selects_nothing(
-    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
+    net: nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
 ) -> None:
     calibrates = torch.isin(val.indices, split_validation(val, SETTINGS.seed)[1].indices)
     other = replace(val, labels=torch.where(calibrates, (val.labels + 1) % 10, val.labels))
@@ -54,9 +51,7 @@ def test_calibration_split_selects_nothing(
 
 
 @pytest.mark.filterwarnings("ignore:validation images are much harder")
-def test_other_calibration_images_change_nothing_but_the_calibration(
-    net: torch.nn.Module, train: ImageDataset, val: ImageDataset
-) -> None:
+def test_other_calibration_images_change_nothing_else(net: nn.Module, train: ImageDataset, val: ImageDataset) -> None:
     """So its scores and a new image's are exchangeable, however many checks are combined, and alpha is kept."""
     assert isinstance(val.source, ArraySource)
     images, calibrates = val.source.images.copy(), split_validation(val, SETTINGS.seed)[1].indices.numpy()
@@ -89,7 +84,7 @@ def fitted_with_accuracy(
 
 
 def test_the_lowest_risk_that_can_be_shown_is_promised(
-    net: torch.nn.Module,
+    net: nn.Module,
     train: ImageDataset,
     val: ImageDataset,
     projection: FittedProjection,

@@ -1,30 +1,269 @@
-"""The parts that the last stage of either task fits before it calibrates."""
-
 from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torchvision import models
 
-from psc_core import FitSettings
+from psc_core import PSC, FitSettings, fit_projection, fit_psc, measure_collapse, open_dataset
+from psc_core import checks as synthetic
+from psc_core.calibrate import score_dataset
+from psc_core.checks import CROP, PATCHES, TEXTURE, check_values, paste, regret
 from psc_core.collapse import ChosenLayer
-from psc_core.data.dataset import ImageDataset
-from psc_core.fit_data import FitData, FitJob
-from psc_core.fit_parts import fit_parts, report_of
-from psc_core.projection import FittedProjection
+from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.errors import UsageError
+from psc_core.fit_data import Checkpoint
+from psc_core.fit_parts import Layers, MapChoice, choose_map, cut, early_layers, fewest_positions, read, rounded
+from psc_core.heads import sngp, softmax
+from psc_core.images.preprocess import PRESETS
+from psc_core.maps import Grid, PositionMoments
+from psc_core.metrics import auroc
+from psc_core.projection import FittedProjection, ProjectionReport
 
 SETTINGS = FitSettings(device="cpu")
-CANDIDATE = ChosenLayer(("4",), "")
 
 
-@pytest.mark.parametrize("with_checks", [False, True])
-def test_checks_add_the_layer_of_the_texture(
-    net: torch.nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection, with_checks: bool
+def test_seed_reaches_the_head(
+    net: nn.Module,
+    train: ImageDataset,
+    val: ImageDataset,
+    projection: FittedProjection,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = SETTINGS.changed({"head": "duq", "density": "gda", "ood_score": "checks" if with_checks else "density"})
-    parts = fit_parts(net, CANDIDATE, projection, FitJob.of(FitData.of(train, val), settings))
-    assert (parts.chosen_checks is not None) == with_checks == ("texture" in parts.check_names)
-    assert (parts.scorer.texture is not None) == with_checks
-    assert len(parts.backbone.layers) == 1 + with_checks and parts.backbone.layers[0] == "4"
-    report = report_of(CANDIDATE, projection, parts, {"accuracy": 1 / 3}, None)
-    assert report["metrics"]["accuracy"] == 0.333333333
-    assert ("checks" in report["metrics"]) == with_checks
+    monkeypatch.setattr(sngp, "FEATURES", 8)
+    monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1.0,))
+    chosen = ChosenLayer(("4",), "")
+    one, two = (
+        fit_psc(
+            net, chosen, projection, train, val, head="sngp", settings=SETTINGS.changed({"seed": seed})
+        ).pipeline.state_dict()
+        for seed in (0, 1)
+    )
+    # The length-scale moves the frequencies alone.
+    assert not torch.equal(one["scorer.head.phases"], two["scorer.head.phases"])
+
+
+def test_features_are_ordered_by_class(net: nn.Module, val: ImageDataset, projection: FittedProjection) -> None:
+    compute, layers = SETTINGS.compute(), Layers(("4",), ("2",), ("0", "2"))
+    assert layers.names == ("4", "2", "0")
+    backbone = cut(net, layers.names, val, compute, keep_output=True)
+    layers = layers._replace(output=True)
+    found = read(backbone, layers, projection.projection, val, compute, pooled=True)
+    order = val.labels.argsort(stable=True)
+    assert torch.equal(found.features.labels, val.labels[order])
+    assert torch.equal(found.features.images, order)
+    with torch.inference_mode():
+        (chosen, second, first), own = backbone(val.preprocess.standardise(next(val.batches(len(val))).images))
+        z = projection.projection([chosen])
+    read_by_head = torch.cat([z, second.mean(2)], dim=1)[order]
+    assert found.features.widths == (z.shape[1], second.shape[1])
+    for got, expected in (
+        (found.features.head_input, read_by_head),
+        (found.density_input, chosen.mean(2)[order]),
+        (found.texture["0"], first.mean(2)[order]),
+        (found.texture["2"], second.mean(2)[order]),
+        (found.features.network_output, own[order]),
+    ):
+        torch.testing.assert_close(got[:], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_density_may_read_z(net: nn.Module, val: ImageDataset, projection: FittedProjection) -> None:
+    compute, layers = SETTINGS.compute(), Layers(("4",), (), ())
+    backbone = cut(net, layers.names, val, compute, keep_output=False)
+    found = read(backbone, layers, projection.projection, val, compute, pooled=False)
+    assert torch.equal(found.density_input[:], found.features.head_input[:])
+    assert found.texture == {} and found.features.network_output is None
+
+
+FACTORY = "tests.tiny:network"
+
+
+@pytest.fixture(scope="module")
+def psc(net: nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection) -> PSC:
+    return fit_psc(net, ChosenLayer(("4",), ""), projection, train, val, head="duq", settings=SETTINGS)
+
+
+def test_what_is_served_was_fitted(psc: PSC, val: ImageDataset, tmp_path: Path) -> None:
+    assert psc.checks == ("texture", "content", "confidence")
+    assert psc.layers == ("4",) and psc.backbone.layers[1:] == (psc.report["metrics"]["checks"]["chosen"][8],)
+    psc.save(tmp_path / "bundle")
+    served = PSC.load(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
+    calibrates = split_validation(val, SETTINGS.seed)[1]
+    images = next(calibrates.batches(len(calibrates))).images
+    fitted, told = psc.predict(images), served.predict(images)
+    assert torch.equal(told.outputs.packed, fitted.outputs.packed)
+    torch.testing.assert_close(told.ood_score.sort().values, psc.calibration.ood_scores)
+    assert set(told.checks) == set(psc.checks)
+    n = len(images)  # of n calibration images themselves, the k-th most unusual has the p-value (k + 1) / (n + 1)
+    for p_value in (told.ood_p_value, *told.checks.values()):
+        assert (p_value >= 2 / (n + 1) - 1e-6).all() and p_value.max() == pytest.approx(1)
+
+
+def test_score_is_that_of_the_checks(psc: PSC, val: ImageDataset) -> None:
+    selection, calibrates = split_validation(val, SETTINGS.seed)
+    checks = psc.pipeline.checks
+    assert checks is not None
+    values = [
+        check_values(checks.names, score_dataset(psc.pipeline.scorer, half, SETTINGS.compute(), "").scores)
+        for half in (selection, calibrates)
+    ]
+    torch.testing.assert_close(checks.ascending, values[0].sort(dim=0).values.T)
+    torch.testing.assert_close(checks.calibration, values[1].sort(dim=0).values.T)
+    torch.testing.assert_close(psc.calibration.ood_scores, checks.score(values[1]).sort().values)
+
+
+def test_unlike_images_alarm_and_name_a_check(psc: PSC, data_root: Path) -> None:
+    garments = next(open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"]).batches(64))
+    prediction = psc.predict(garments.images)
+    assert prediction.is_ood.float().mean() > 0.5
+    smallest = torch.stack(list(prediction.checks.values())).amin(dim=0)
+    assert (smallest[prediction.is_ood] <= psc.policy.alpha).float().mean() > 0.9
+
+
+def test_ambiguous_images(net: nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection) -> None:
+    both = torch.stack([train.labels, (train.labels + 1) % 10], dim=1).flatten()
+    doubtful = replace(train, labels=both, offsets=2 * train.offsets)
+    assert doubtful.is_ambiguous and not train.is_ambiguous
+    psc = fit_psc(net, ChosenLayer(("4",), ""), projection, doubtful, val, head="duq", settings=SETTINGS)
+    assert psc.checks == ("texture", "content")
+    report = psc.report["metrics"]["checks"]
+    assert "mixed" not in report["kinds"] and "several labels" in report["reason"]
+
+
+def test_first_layer_leaves_no_texture(net: nn.Module, train: ImageDataset, val: ImageDataset, tmp_path: Path) -> None:
+    chosen = ChosenLayer(("0",), "")
+    fitted = fit_projection(net, chosen, train, val, settings=SETTINGS)
+    psc = fit_psc(net, chosen, fitted, train, val, head="duq", settings=SETTINGS)
+    assert psc.checks == ("content", "confidence") and psc.backbone.layers == ("0",)
+    psc.save(tmp_path / "bundle")
+    assert PSC.load(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY]).checks == psc.checks
+
+
+def test_early_layers_lie_before_the_chosen_one() -> None:
+    resnet = models.resnet18(num_classes=3).eval()
+    image = torch.zeros(1, 3, 32, 32)
+    assert early_layers(resnet, ["avgpool"], image) == ["layer2.0", "layer2.1", "layer3.0"]
+    assert early_layers(resnet, ["layer2.1.conv2", "layer3.0.conv1"], image) == ["layer1.0", "layer1.1"]
+    assert early_layers(resnet, ["conv1"], image) == []
+    plain = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3136, 3)
+    )
+    assert early_layers(plain, ["5:input"], image) == ["0", "2"]
+    assert early_layers(plain, ["2"], image) == ["0"]
+
+
+def test_what_is_patched_is_found(psc: PSC, val: ImageDataset) -> None:
+    images = next(split_validation(val, SETTINGS.seed)[1].batches(200)).images
+    patched, mask = paste(images, TEXTURE, torch.Generator().manual_seed(1))
+    maps = psc.predict(patched, maps=True).maps
+    assert maps is not None and maps.dtype == torch.uint8
+    rows, columns = maps.shape[1:]
+    there = nn.functional.interpolate(mask[:, None].float(), (rows, columns), mode="area")[:, 0] > 0.5
+    assert auroc(maps[~there].double(), maps[there].double()) > 0.7
+    usual = psc.predict(images, maps=True).maps
+    assert usual is not None and float((usual >= 128).float().mean()) < 0.03
+
+
+def test_maps_that_are_served_were_fitted(psc: PSC, val: ImageDataset, tmp_path: Path) -> None:
+    layer_map, report = psc.pipeline.map, psc.report["metrics"]["map"]
+    assert layer_map is not None and layer_map.layer == report["chosen"] and report["kinds"] == list(PATCHES)
+    assert layer_map.layer in psc.backbone.layers
+    psc.save(tmp_path / "bundle")
+    served = PSC.load(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
+    images = next(val.batches(8)).images
+    fitted, told = psc.predict(images, maps=True), served(images, maps=True)
+    assert fitted.maps is not None and told.maps is not None and torch.equal(fitted.maps, told.maps)
+    assert torch.equal(told.outputs.packed, served.predict(images).outputs.packed)
+    some = told[torch.tensor([3, 1])]
+    assert some.maps is not None and torch.equal(some.maps, told.maps[[3, 1]])
+    assert served.predict(images).maps is None
+    none = served.predict(images[:0], maps=True).maps
+    assert none is not None and none.shape == (0, *told.maps.shape[1:])
+    again = served.calibrate(val).pipeline.map
+    assert again is not None and torch.equal(again.density.thresholds, layer_map.density.thresholds)
+
+
+def test_no_checks_no_map(net: nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection) -> None:
+    settings = SETTINGS.changed({"ood_score": "density"})
+    psc = fit_psc(net, ChosenLayer(("4",), ""), projection, train, val, head="duq", settings=settings)
+    assert psc.pipeline.map is None and "map" not in psc.report["metrics"]
+    with pytest.raises(UsageError, match="has no map; fit it again with checks"):
+        psc.predict(next(val.batches(2)).images, maps=True)
+
+
+def test_the_least_regret_is_chosen() -> None:
+    choice = MapChoice({"a": {CROP: 0.9, TEXTURE: 0.5}, "b": {CROP: 0.8, TEXTURE: 0.8}, "c": {CROP: 0.5, TEXTURE: 0.9}})
+    assert choice.chosen == "b" and regret(choice.aurocs, "b") == pytest.approx(0.1)
+    assert choice.to_json()["layers"][1] == {"layer": "b", "auroc": [0.8, 0.8]}
+
+
+def test_layers_whose_positions_are_alike_have_no_map(val: ImageDataset) -> None:
+    sums = PositionMoments(1, Grid(4, 4))
+    sums.add(torch.ones(3, 1, 16))
+    compute = SETTINGS.compute()
+    assert choose_map(lambda images: {"a": torch.ones(len(images), 1, 16)}, {"a": sums}, val, compute, 0) is None
+    assert choose_map(lambda images: {}, {}, val, compute, 0) is None
+
+
+def test_numbers_of_a_report_have_nine_digits() -> None:
+    assert rounded({"a": [1 / 3, (2, "x")]}) == {"a": [0.333333333, [2, "x"]]}
+
+
+def test_fewest_within_the_tolerance_of_the_best() -> None:
+    assert fewest_positions({1: 0.90, 2: 0.948, 4: 0.95, 8: 0.93}) == 2
+    assert fewest_positions({1: 0.90}) == 1
+
+
+def test_more_positions_keep_what_the_choice_kept() -> None:
+    nc1, nc4 = torch.full((2, 6), 0.5).double(), torch.full((2, 6), 0.9).double()
+    nc1[1, 3] = 0.1
+    nc4[1] = torch.tensor([0.90, 0.91, 0.80, 0.92, 0.90, 0.895], dtype=torch.float64)
+    report = ProjectionReport(2, 1, "", 0.5, 0.9, nc1, nc4)
+    even = torch.ones_like(nc1)
+    assert report.more_positions(even, epsilon=0.2) == [1, 2, 6]
+    uneven = even.clone()
+    uneven[1, 2] = 0.005
+    assert report.more_positions(uneven, epsilon=0.2) == [1, 2]
+    uneven[1, 1] = 0.005
+    assert report.more_positions(uneven, epsilon=0.2) == [1]
+
+
+def test_compared_density_is_the_one_that_is_fitted(net: nn.Module, train: ImageDataset, val: ImageDataset) -> None:
+    chosen = measure_collapse(net, train, val, settings=SETTINGS).choose("4")
+    plain = fit_projection(net, chosen, train, val, c_proj=6, minimum_dim=1, settings=SETTINGS)
+    kept = fit_projection(net, chosen, train, val, c_proj=6, minimum_dim=1, density="gda", settings=SETTINGS)
+    assert plain.report.positions == () and len(kept.report.positions) > 1
+    found = dict(kept.report.positions)
+    assert next(iter(found)) == plain.projection.d_proj
+    assert kept.projection.d_proj == kept.report.d_proj == fewest_positions(found)
+    selection = split_validation(val, SETTINGS.seed)[0]
+    made: dict[str, list[torch.Tensor]] = {}
+    for batch in synthetic.synthetic_batches(selection, SETTINGS.compute(), "", mixed=True, seed=SETTINGS.seed):
+        for kind, images in batch.items():
+            made.setdefault(kind, []).append(images)
+    for d_proj, expected in found.items():
+        sized = fit_projection(net, chosen, train, val, c_proj=6, d_proj=d_proj, settings=SETTINGS)
+        psc = fit_psc(net, chosen, sized, train, val, density="gda", head="duq", ood_score="density", settings=SETTINGS)
+        scores = {kind: psc.predict(torch.cat(images)).ood_score for kind, images in made.items()}
+        aurocs = [auroc(scores["real"], of_kind) for kind, of_kind in scores.items() if kind != "real"]
+        assert sum(aurocs) / len(aurocs) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("more", [{"density": "pooled++"}, {"density": "gda", "d_proj": 2}])
+def test_sizes_are_not_compared_where_nothing_depends_on_them(
+    net: nn.Module, train: ImageDataset, val: ImageDataset, more: dict[str, object]
+) -> None:
+    chosen = measure_collapse(net, train, val, settings=SETTINGS).choose("4")
+    assert fit_projection(net, chosen, train, val, settings=SETTINGS, **more).report.positions == ()  # type: ignore[arg-type]
+
+
+def test_checkpoint_keeps_sizes(net: nn.Module, train: ImageDataset, val: ImageDataset, tmp_path: Path) -> None:
+    chosen = measure_collapse(net, train, val, settings=SETTINGS).choose("4")
+    fitted = fit_projection(net, chosen, train, val, c_proj=6, minimum_dim=1, density="gda", settings=SETTINGS)
+    checkpoint = Checkpoint.of(tmp_path / "stages", {})
+    checkpoint.save_projection(fitted)
+    kept = checkpoint.load_projection()
+    assert kept is not None and kept.report.positions == fitted.report.positions != ()

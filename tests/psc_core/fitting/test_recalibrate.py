@@ -1,27 +1,44 @@
-"""A bundle calibrated again on a random sample."""
-
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from datetime import date, timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from psc_core import calibrate as recalibrate
 from psc_core.bundle import HISTORY
-from psc_core.calibrate import Sample, read_sample, recalibrate_from_sample
+from psc_core.calibrate import (
+    LARGEST_LOSS,
+    TIMES,
+    LoggedLabel,
+    Sample,
+    extended,
+    read_outside,
+    read_sample,
+    recalibrate_from_sample,
+    reviewed_of,
+    seen_examples,
+)
 from psc_core.cli.fit import main as fit
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
-from psc_core.errors import UsageError
+from psc_core.errors import DataError, UsageError
 from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import PRESETS
-from psc_core.log.store import Log
+from psc_core.log.labels import label_files, read_label_file, write_labels
+from psc_core.log.store import Log, open_log
 from psc_core.model import FittedModel, load_model
+from psc_core.pipeline import Pipeline
 from psc_core.scoring import dataset_outputs
+from psc_core.stored_images import StoredImages
 from tests.conftest import TinyJob
-from tests.logged import Logged, dimmed, png, write_log
+from tests.logged import NOW, Logged, dimmed, png, write_log
 from tests.reference import calibration as naive
+from tests.second_reader import SecondReader
 
 FACTORY = "tests.tiny:network"
 
@@ -63,9 +80,8 @@ def test_only_the_calibration_is_another(model: FittedModel, sample: Sample, tmp
     assert new.calibration.ood_scores.tolist() == sorted(scores)
     is_ood = torch.tensor([decision == "abstain_ood" for decision in after.decision])
     assert int(is_ood.sum()) <= new.policy.alpha * (len(scores) + 1)
-    assert "205 logged images, 205 reviewed: 200 of a class, 5 none_of_the_classes" in sample.summary()
-    assert "with 200 of them, 2.4 to 8.4%" in found.lines[1]  # quantiles of Beta(10, 191)
-    assert "5 images labelled none_of_the_classes" in found.lines[2]
+    assert "200 of a class, 5 none_of_the_classes" in sample.summary()
+    assert "2.4 to 8.4%" in found.lines[1]  # quantiles of Beta(10, 191)
     manifest = new.save(tmp_path / "bundle")
     assert manifest.version != model.version and found.warnings == ()
     again = load_model(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
@@ -109,25 +125,23 @@ def test_a_risk_that_cannot_be_shown(model: FittedModel, sample: Sample) -> None
 
 
 @pytest.fixture(scope="module")
-def base(tiny_job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> FittedModel:
+def original(tiny_job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> FittedModel:
     """The network's own predictions."""
     bundle = tmp_path_factory.mktemp("original") / "bundle"
     assert fit([*tiny_job.args, "--predictions", "original", "--no-report", "--out", str(bundle)]) == 0
     return load_model(bundle, device="cpu", allow_factories=[FACTORY])
 
 
-def test_base_predictions_get_another_temperature_from_images_that_do_not_calibrate(
-    base: FittedModel, sample: Sample
-) -> None:
-    head = base.pipeline.scorer.head
+def test_original_predictions_get_another_temperature(original: FittedModel, sample: Sample) -> None:
+    head = original.pipeline.scorer.head
     assert isinstance(head, TemperatureHead)
     sharp = TemperatureHead(
         {"temperature": head.temperature / 20}, record={"temperature": float(head.temperature) / 20}
     )
-    pipeline = type(base.pipeline)(
-        base.pipeline.scorer.replace(head=sharp), base.pipeline.calibration_scores, base.pipeline.checks
+    pipeline = type(original.pipeline)(
+        original.pipeline.scorer.replace(head=sharp), original.pipeline.calibration_scores, original.pipeline.checks
     )
-    found = recalibrate_from_sample(replace(base, pipeline=pipeline), sample, {})
+    found = recalibrate_from_sample(replace(original, pipeline=pipeline), sample, {})
     fitted = found.model.pipeline.scorer.head
     assert float(fitted.temperature) > 5 * float(sharp.temperature)
     assert fitted.record["temperature"] == pytest.approx(float(fitted.temperature))
@@ -135,23 +149,21 @@ def test_base_predictions_get_another_temperature_from_images_that_do_not_calibr
 
 
 @pytest.mark.parametrize("rare", [60, 2])
-def test_a_temperature_stays_where_few_images_that_count_equally_choose_it(
-    base: FittedModel, sample: Sample, rare: int
-) -> None:
+def test_a_temperature_stays_where_few_images_choose_it(original: FittedModel, sample: Sample, rare: int) -> None:
     few = sample.at(torch.arange(60)) if rare == 60 else sample
     weights = torch.where(torch.arange(len(few.of_class)) < rare, 50.0, 1.0).double()
-    new = recalibrate_from_sample(base, replace(few, weights=weights), {"alpha": 0.3, "coverage": 0.7}).model
-    assert new.pipeline.scorer.head is base.pipeline.scorer.head
+    new = recalibrate_from_sample(original, replace(few, weights=weights), {"alpha": 0.3, "coverage": 0.7}).model
+    assert new.pipeline.scorer.head is original.pipeline.scorer.head
     assert new.report["provenance"][HISTORY][-1]["calibrated_on"] == len(few.of_class)
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_one_or_two_images_are_refused(base: FittedModel, sample: Sample, digits: ImageDataset, count: int) -> None:
+def test_one_or_two_images_are_refused(original: FittedModel, sample: Sample, digits: ImageDataset, count: int) -> None:
     few = sample.at(torch.arange(count))
     with pytest.raises(UsageError, match=rf"with n = {count}"):
-        recalibrate_from_sample(base, few, {})
+        recalibrate_from_sample(original, few, {})
     with pytest.raises(UsageError, match=r"a quarter of the sampled images .* at least 100 drawn equally"):
-        recalibrate_from_sample(base, few, {}, digits.subset(torch.arange(3)))
+        recalibrate_from_sample(original, few, {}, digits.subset(torch.arange(3)))
 
 
 def test_intervals_of_a_regression(angle_bundle: Path, data_root: Path, tmp_path: Path) -> None:
@@ -167,3 +179,247 @@ def test_intervals_of_a_regression(angle_bundle: Path, data_root: Path, tmp_path
     assert values is not None
     inside = (values >= low - 1e-3) & (values <= high + 1e-3)
     assert int(inside.sum()) >= 55  # ⌈61 · 0.9⌉
+
+
+def picture(number: int) -> bytes:
+    return png(np.full((28, 28), number, np.uint8))
+
+
+def test_images_of_a_class_calibrate_and_the_others_are_told_apart(model: FittedModel, tmp_path: Path) -> None:
+    images = [Logged(picture(i), "label", str(i % 10), sample_probability=0.5 if i % 2 else 0.1) for i in range(20)]
+    images += [Logged(picture(20), "none_of_the_classes"), Logged(picture(21), "cannot_tell")]
+    images += [Logged(picture(22), "label", "3", sampled=False), Logged(picture(23), "label", "3", stored=False)]
+    images += [images[0]] * 5  # An image counts once.
+    sample = read_sample(write_log(tmp_path, images), model)
+    assert {name: len(data) for name, data in sample.others.items()} == {"none_of_the_classes": 1, "cannot_tell": 1}
+    assert (len(sample.of_class), sample.logged, sample.days) == (20, 22, ("2026-11-20", "2026-11-20"))
+    shown = [int(sample.of_class.image(i)[0, 0, 0]) for i in range(20)]
+    assert sorted(shown) == list(range(20)) != shown  # in the order of their digests
+    assert sample.of_class.first_labels().tolist() == [i % 10 for i in shown]
+    assert sample.weights.tolist() == [2.0 if i % 2 else 10.0 for i in shown]
+    part = sample.at(torch.tensor([3, 1]))
+    assert part.weights.tolist() == sample.weights[[3, 1]].tolist() and len(part.of_class) == 2
+
+
+def test_the_last_label_on_an_image_counts_whichever_row_is_read_last(model: FittedModel, tmp_path: Path) -> None:
+    """Files of rows have random names; days do not, so the label that is read last is the earlier one here."""
+    later = NOW + timedelta(days=1)
+    for name, with_model in (("new", True), ("old", False)):
+        log = write_log(tmp_path / name, [
+            Logged(picture(0), "label", "1", day="2026-11-20", label_time=later),
+            Logged(picture(0), "label", "2", day="2026-11-21"),
+            Logged(picture(0), day="2026-11-22"),
+        ])  # fmt: skip
+        if not with_model:  # As labels were written before they had the column.
+            ((file, _),) = label_files(log)
+            write_labels(log, [replace(each, model=None) for each in read_label_file(log, file)], file)
+        assert read_sample(log, model).of_class.first_labels().tolist() == [1]
+
+
+def test_days_are_chosen(model: FittedModel, tmp_path: Path) -> None:
+    images = [Logged(picture(i), "label", "1", day=f"2026-11-{10 + i}") for i in range(5)]
+    log = write_log(tmp_path, images)
+    sample = read_sample(log, model, "digits", since="2026-11-11", until="2026-11-12")
+    assert (len(sample.of_class), sample.days) == (2, ("2026-11-11", "2026-11-12"))
+    with pytest.raises(UsageError, match="no logged sampled images of digits; serve with --log-sample"):
+        read_sample(log, model, since="2026-12-01")
+
+
+def test_any_part_of_the_images_is_of_all_days(model: FittedModel, tmp_path: Path) -> None:
+    """In the order of days the first quarter, which may choose a temperature, would be the oldest images."""
+    images = [Logged(picture(i), "label", str(i // 20), day=f"2026-11-{10 + i // 20}") for i in range(60)]
+    first = read_sample(write_log(tmp_path, images), model).of_class.first_labels()[:15]
+    assert set(first.tolist()) == {0, 1, 2}
+
+
+def test_reviewed_images_count_in_the_order_of_digests() -> None:
+    """Whoever reviews what looks interesting leaves gaps in it."""
+    monday, tuesday = date(2026, 11, 23), date(2026, 11, 24)
+
+    def image(number: int, day: date, *, reviewed: bool) -> LoggedLabel:
+        return LoggedLabel(day, f"{number:064x}", "", 0.1, "label" if reviewed else None, "1")
+
+    images = [image(i, monday, reviewed=i < 40 or i % 3 == 0) for i in range(100)]
+    new = [image(i, tuesday, reviewed=i < 10) for i in range(50)]  # They take nothing from the day before.
+    found = reviewed_of([*images, *new][::-1])
+    assert [(each.day, int(each.sha256, 16)) for each in found] == [
+        *((monday, i) for i in [*range(40), 42]), *((tuesday, i) for i in range(10))
+    ]  # fmt: skip
+    assert len(reviewed_of([image(i, monday, reviewed=i != 30) for i in range(40)])) == 39
+    assert reviewed_of([image(i, monday, reviewed=i > 0) for i in range(10)]) == []
+
+
+def test_labels_of_other_images_are_not_enough(model: FittedModel, tmp_path: Path) -> None:
+    chosen = [Logged(picture(i), "label", "1", sampled=False) for i in range(5)]
+    log = write_log(tmp_path, [*chosen, *(Logged(picture(10 + i)) for i in range(5))])
+    with pytest.raises(
+        UsageError, match=r"of the 5 sampled images .* 0 are reviewed and none .* psc-log review --sample"
+    ):
+        read_sample(log, model)
+
+
+def test_names_and_classes_that_are_not_there(model: FittedModel, tmp_path: Path) -> None:
+    write_log(tmp_path, [Logged(picture(0), "label", "cat")])
+    write_log(tmp_path, [Logged(picture(1))], model="other")
+    log = open_log(tmp_path)
+    with pytest.raises(DataError, match="no classes of the model: cat; review these images again"):
+        read_sample(log, model, "digits")
+    with pytest.raises(UsageError, match="rows of several models; it has digits, other, name one by --model"):
+        read_sample(log, model)
+    with pytest.raises(UsageError, match="no rows of model shoes; it has digits, other"):
+        read_sample(log, model, "shoes")
+    with pytest.raises(UsageError, match="has no rows; give the folder"):
+        read_sample(open_log(tmp_path / "empty"), model)
+
+
+def test_numbers_of_a_regressions_log(angle_bundle: Path, tmp_path: Path) -> None:
+    model = load_model(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    sample = read_sample(write_log(tmp_path, [Logged(picture(0), "label", "-12.5")]), model)
+    assert sample.of_class.values is not None and sample.of_class.values.tolist() == [-12.5]
+    assert sample.of_class.target == model.task.number()
+
+
+def test_reviewed_images_outside_the_sample(model: FittedModel, tmp_path: Path) -> None:
+    outside = [Logged(picture(i), "label", str(i), sampled=False) for i in range(5)]
+    others = [
+        Logged(picture(5), "none_of_the_classes", sampled=False),
+        Logged(picture(6), sampled=False),
+        Logged(picture(7), "label", "7", sampled=False, stored=False),
+        Logged(picture(0), "label", "0"),  # the bytes of an image outside, once more and in the sample
+        Logged(picture(8), "label", "8"),
+        Logged(picture(1), "label", "1", sampled=False),
+    ]
+    data = read_outside(write_log(tmp_path / "some", [*outside, *others]), model)
+    assert sorted(data.labels.tolist()) == [1, 2, 3, 4] == sorted(int(data.image(i).max()) for i in range(4))
+    log = write_log(tmp_path / "none", others[:5])
+    with pytest.raises(
+        UsageError, match=r"of the 2 logged images of digits in .* outside the random sample 1 are reviewed"
+    ):
+        read_outside(log, model)
+
+
+@pytest.fixture(scope="module")
+def wide_log(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Log:
+    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    labels = digits.first_labels().tolist()
+    images = [Logged(dimmed(digits, i), "label", str(labels[i]), sampled=i < 160) for i in range(260)]
+    return write_log(tmp_path_factory.mktemp("log"), images)
+
+
+@pytest.fixture(scope="module")
+def wide(wide_log: Log, model: FittedModel) -> Sample:
+    return read_sample(wide_log, model)
+
+
+@pytest.fixture(scope="module")
+def more(wide_log: Log, model: FittedModel) -> ImageDataset:
+    return read_outside(wide_log, model)
+
+
+def test_another_camera_is_usual(model: FittedModel, wide: Sample, more: ImageDataset, tmp_path: Path) -> None:
+    assert len(more) == 100
+    found = recalibrate_from_sample(model, wide, {"risk": 0.6}, more)
+    assert found.warnings == () and "100 images outside the sample" in found.lines[1]
+    entry = found.model.report["provenance"][HISTORY][-1]
+    assert entry["labels"] == 160 and entry["calibrated_on"] == 120 == len(found.model.calibration)
+    comparison = entry["extension"]
+    assert comparison["images"] == 100 and comparison["times"] in TIMES[1:]
+    for before, after in zip(comparison["auroc_before"], comparison["auroc_after"], strict=True):
+        assert after >= before - LARGEST_LOSS
+    images = next(wide.of_class.batches(160)).images
+    before, after = model.compute(images), found.model.compute(images)
+    assert float((after["log_density"] - before["log_density"]).mean()) > 10
+    assert torch.equal(before.probabilities, after.probabilities)
+    calibrates = after["ood_score"][40:].sort().values
+    torch.testing.assert_close(found.model.calibration.ood_scores, calibrates, rtol=1e-5, atol=1e-4)
+
+    manifest = found.model.save(tmp_path / "bundle")
+    again = load_model(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
+    assert torch.equal(again.compute(images).packed, after.packed)
+    assert json.loads((tmp_path / "bundle" / "manifest.json").read_text())["provenance"][HISTORY][-1] == entry
+    with torch.inference_mode():
+        features, _ = again.pipeline.scorer.features(again.pipeline.scorer.standardise(images))
+        embedding = again.pipeline.scorer.embedding(features, None)
+    reader = SecondReader(tmp_path / "bundle")
+    exact = reader.gaussians(reader.tensors("density"), manifest.density.kind, embedding.density_input.double().numpy())
+    torch.testing.assert_close(after["log_density"].double(), torch.from_numpy(exact), rtol=1e-4, atol=0.01)
+    examples = seen_examples(model)
+    assert seen_examples(again) == examples + 100 * comparison["times"]
+    assert manifest.checks is not None and manifest.checks.images == 40
+
+
+def test_a_network_that_is_a_graph(model: FittedModel, wide: Sample, more: ImageDataset, tmp_path: Path) -> None:
+    model.save(tmp_path / "graph", graph=True)
+    graph = load_model(tmp_path / "graph", device="cpu")
+    found = recalibrate_from_sample(graph, wide, {"risk": 0.6}, more).model
+    found.save(tmp_path / "extended")
+    again, images = load_model(tmp_path / "extended", device="cpu"), next(wide.of_class.batches(64)).images
+    assert again.backbone.onnx is not None and (tmp_path / "extended" / "backbone.onnx").is_file()
+    assert torch.equal(again.compute(images).packed, found.compute(images).packed)
+    assert found.report["provenance"][HISTORY][-1]["extension"]["times"] > 0
+
+
+def test_of_a_bundle_that_keeps_no_number_the_training_rows_count(model: FittedModel) -> None:
+    rows = model.report["provenance"]["train"]["rows"]
+    assert seen_examples(model) == rows == model.pipeline.scorer.density.record["examples"]
+    scorer = model.pipeline.scorer
+    record = {name: value for name, value in scorer.density.record.items() if name != "examples"}
+    density = type(scorer.density)(scorer.density.state_dict(), record=record)
+    old = replace(model, pipeline=model.pipeline.with_scorer(scorer.replace(density=density)))
+    assert seen_examples(old) == rows
+    with pytest.raises(UsageError, match="does not say how many examples its density has seen; fit the bundle again"):
+        seen_examples(replace(old, report={}))
+
+
+def test_stored_images_move_with_the_density(model: FittedModel, wide: Sample, more: ImageDataset) -> None:
+    scorer, batch = model.pipeline.scorer, next(more.batches(100))
+    with torch.inference_mode():
+        embedding = scorer.embed(batch.images)
+        kept = StoredImages(
+            {
+                "embedding": scorer.density.coordinates(embedding.density_input).float(),
+                "pixels": batch.images,
+                "images": torch.arange(100),
+                "labels": batch.first_labels(),
+            }
+        )
+        pipeline = Pipeline(scorer, model.pipeline.calibration_scores, model.pipeline.checks, None, kept)
+        read = recalibrate._read(scorer, more, recalibrate.Compute(model.device))
+        new = extended(pipeline, read, 1000, 10)
+        assert new.stored_images is not None
+        moved = new.scorer.density.coordinates(embedding.density_input).float()
+    torch.testing.assert_close(new.stored_images.embedding, moved, rtol=1e-4, atol=1e-4)
+    assert new.scorer.texture is not None and scorer.texture is not None
+    assert not torch.equal(new.scorer.texture.centres, scorer.texture.centres)
+
+
+def test_checks_alone(model: FittedModel, wide: Sample, more: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampled images are another camera's, so checks fitted to them are better; the densities are the same here."""
+    monkeypatch.setattr(recalibrate, "extended", lambda pipeline, *_: pipeline)
+    found = recalibrate.extend(model, more, wide.of_class, recalibrate.Compute(model.device))
+    assert [*found.aurocs.values()] == [found.aurocs[0]] * len(TIMES)
+    assert found.times == 0 and found.pipeline is model.pipeline and "the density stays as it is" in found.warning()
+
+
+def test_losing_density(model: FittedModel, wide: Sample, more: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    worse = {0: {"turned": 0.9, "binary": 0.5}, 1: {"turned": 0.87, "binary": 0.99}, 10: {"turned": 0.5, "binary": 1.0}}
+    assert recalibrate._choose(worse) == 0
+    assert recalibrate._choose({**worse, 1: {"turned": 0.89, "binary": 0.99}}) == 1
+    assert recalibrate._choose({0: worse[0], 1: worse[0]}) == 0
+    monkeypatch.setattr(recalibrate, "_choose", lambda _: 0)
+    found = recalibrate_from_sample(model, wide, {"risk": 0.6}, more)
+    assert found.warnings[0].startswith("the density stays as it is: with these 100 images it is no better")
+    density = found.model.pipeline.scorer.density
+    assert torch.equal(density.get_buffer("centres"), model.pipeline.scorer.density.get_buffer("centres"))
+    assert found.model.report["provenance"][HISTORY][-1]["extension"]["times"] == 0
+    assert len(found.model.calibration) == 120  # The others have chosen, if only that nothing changes.
+
+
+def test_refuses_too_few_images(model: FittedModel, wide: Sample, more: ImageDataset, angle_bundle: Path) -> None:
+    with pytest.raises(UsageError, match=r"at least 25, and of 80 labelled that are 20 .* at least 100 drawn equally"):
+        recalibrate_from_sample(model, wide.at(torch.arange(80)), {}, more)
+    angles = load_model(angle_bundle, device="cpu", allow_factories=[FACTORY])
+    with pytest.raises(
+        UsageError, match=r"regression's bundle does not keep where its bins part.*fit the bundle again"
+    ):
+        seen_examples(angles)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core.heads.base import ClassifierHead, Features, HeadJob
 from psc_core.heads.laplace import LaplaceHead
@@ -75,3 +76,16 @@ def torch_laplace(head: LaplaceHead, z: Tensor, labels: Tensor) -> tuple[Any, Te
     posterior.mean /= head.record["temperature"]
     nn.utils.vector_to_parameters(posterior.mean, layer.parameters())
     return posterior, phi
+
+
+class LargestTensor(TorchDispatchMode):
+    """Number of elements of the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for part in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(part, Tensor) and not part._is_view():
+                self.elements = max(self.elements, part.untyped_storage().nbytes() // part.element_size())
+        return out

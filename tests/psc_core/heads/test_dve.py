@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core import features
-from psc_core.errors import BundleError, FitError
+from psc_core.errors import BundleError
 from psc_core.fitted import restore
 from psc_core.heads import dve
 from psc_core.heads.dve import (
     DeepVecchiaHead,
     GaussianProcess,
-    combine,
     condition,
     nearest_points,
     reduction,
     vecchia_nll,
 )
 from psc_core.tasks.regression import Regression
+from tests.psc_core.heads.classifiers import LargestTensor
 from tests.psc_core.heads.regressions import fit_head
 from tests.reference import heads as reference
 
@@ -78,16 +74,6 @@ def test_prediction_given_all_points_is_exact(n: int, d: int, seed: int) -> None
         assert (float(mean[i]), float(variance[i])) == pytest.approx(expected, abs=1e-6)
 
 
-def test_prediction_given_all_points_is_scikit_learns() -> None:
-    (x, t), (new, _) = points(40, 3), points(10, 3, 1)
-    kernel = ConstantKernel(SIGNAL, "fixed") * Matern(1.0, "fixed", nu=2.5) + WhiteKernel(NOISE, "fixed")
-    exact = GaussianProcessRegressor(kernel, optimizer=None, alpha=0.0).fit(x, t)
-    mean, deviation = exact.predict(new, return_std=True)
-    got = condition(new, x.expand(10, -1, -1), t.expand(10, -1), torch.tensor(SIGNAL), torch.tensor(NOISE))
-    torch.testing.assert_close(got[0], torch.from_numpy(mean), atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close((got[1] + NOISE).sqrt(), torch.from_numpy(deviation), atol=1e-6, rtol=1e-6)
-
-
 @pytest.mark.parametrize("block", [7, 64, 1000])
 def test_neighbours_are_the_nearest_whatever_the_block(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(dve, "BLOCK", block)
@@ -134,23 +120,6 @@ def test_finds_what_a_line_cannot(head: DeepVecchiaHead) -> None:
     assert float(error) < 0.8 * float(of_line)
     inside = (got.mean - y).abs() < 2 * torch.hypot(got.aleatoric, got.epistemic)
     assert 0.9 < float(inside.double().mean()) < 1.0
-
-
-def test_far_away_it_is_as_unsure_as_before_any_image(head: DeepVecchiaHead) -> None:
-    z, _ = drawn(5, 2)
-    near, far = head(z), head(z + 1000.0)
-    assert float(far.epistemic.min()) > 2 * float(near.epistemic.max())
-    torch.testing.assert_close(far.mean, head.value_center.expand(5), atol=1e-3, rtol=1e-4)
-
-
-def test_a_layer_that_learned_nothing_counts_for_nothing() -> None:
-    signal, noise = torch.tensor([1.0, 1.0]), torch.tensor([0.1, 0.1])
-    mean = torch.tensor([[2.0], [-5.0]]).double()
-    product = combine(mean, torch.tensor([[0.2], [1.1]]).double(), signal, noise)
-    assert float(product.weight[0]) == pytest.approx(1.0, abs=1e-5)
-    assert float(product.mean) == pytest.approx(2.0, abs=1e-4)
-    nothing = combine(mean, torch.full((2, 1), 1.1).double(), signal, noise)
-    assert nothing.weight[:, 0].tolist() == [0.5, 0.5] and float(nothing.variance) == pytest.approx(1.1)
 
 
 def test_explains_by_training_images(head: DeepVecchiaHead) -> None:
@@ -200,21 +169,7 @@ def test_blocks_and_batches_of_any_size_give_the_same(head: DeepVecchiaHead, mon
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation makes, in entries."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for part in out if isinstance(out, tuple | list) else [out]:
-            is_view = isinstance(part, torch.Tensor) and part._is_view()
-            if isinstance(part, torch.Tensor) and not is_view:
-                self.entries = max(self.entries, part.numel())
-        return out
-
-
-def test_memory_does_not_grow_with_the_support_images() -> None:
+def test_memory_does_not_grow_with_the_stored_points() -> None:
     largest = {}
     for n in (20_000, 60_000):
         state = {"center": torch.zeros(4), "inverse_scale": torch.ones(4), "basis": torch.randn(1, 4, 4),
@@ -223,9 +178,9 @@ def test_memory_does_not_grow_with_the_support_images() -> None:
                  "value_center": torch.zeros(()), "value_scale": torch.ones(()),
                  "deviation_factor": torch.ones(())}  # fmt: skip
         big = DeepVecchiaHead(state, record={})
-        with torch.inference_mode(), Largest() as seen:
+        with torch.inference_mode(), LargestTensor() as seen:
             big(torch.randn(dve.IMAGES + 3, 4))
-        largest[n] = seen.entries
+        largest[n] = seen.elements
     assert largest[20_000] == largest[60_000] == dve.IMAGES * dve.BLOCK
 
 
@@ -237,15 +192,11 @@ def test_stores_no_more_images_than_it_may(monkeypatch: pytest.MonkeyPatch) -> N
     assert head.sizes == {"dim": 8, "layers": 2, "reduced": 5, "points": 50}
 
 
-def test_survives_a_bundle_and_refuses_what_cannot_be(head: DeepVecchiaHead) -> None:
-    z, _ = drawn(7, 4)
-    again = restore(Regression.heads, head.config(), head.state_dict())
-    assert isinstance(again, DeepVecchiaHead)
-    assert all(torch.equal(one, other) for one, other in zip(head(z), again(z), strict=True))
-    for name, value in (("neighbours", 0.0), ("neighbours", 2.5), ("neighbours", 1e6), ("noise", -1.0)):
-        state = head.state_dict()
-        state[name] = torch.full_like(state[name], value)
-        with pytest.raises(BundleError, match=rf"dve\.{name}"):
-            restore(Regression.heads, head.config(), state)
-    with pytest.raises(FitError, match="expected tensors"):
-        DeepVecchiaHead({}, record={})
+@pytest.mark.parametrize(
+    ("name", "value"), [("neighbours", 0.0), ("neighbours", 2.5), ("neighbours", 1e6), ("noise", -1)]
+)
+def test_refuses_what_cannot_be(head: DeepVecchiaHead, name: str, value: float) -> None:
+    state = head.state_dict()
+    state[name] = torch.full_like(state[name], value)
+    with pytest.raises(BundleError, match=rf"dve\.{name}"):
+        restore(Regression.heads, head.config(), state)

@@ -67,15 +67,6 @@ def test_length_scale_matches_search(stripes: int, seed: int, monkeypatch: pytes
     assert sngp.choose_length_scale(data, omega, phases) == pytest.approx(expected, rel=1e-5)
 
 
-def test_striped_classes_shorten_the_length_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (0.1,))
-    z = torch.rand(200, 1, generator=torch.Generator().manual_seed(0))
-    labels = (z[:, 0] * 6).long() % 2
-    head = fit_head(z, labels, z, labels, num_classes=2, kind="sngp")
-    median = torch.pdist(head.standardise(z)).median().item()
-    assert head.record["length_scale"] == pytest.approx(0.5 * median, rel=1e-4)
-
-
 def test_seed_determines_the_fit() -> None:
     train, val = images(200, 4, 3), images(100, 4, 3, seed=1)
     one, same, other = (fit_head(*train, *val, num_classes=3, kind="sngp", seed=s) for s in (0, 0, 1))

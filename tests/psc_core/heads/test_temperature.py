@@ -1,3 +1,5 @@
+"""The temperature of the original network's predictions."""
+
 from __future__ import annotations
 
 import json
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from psc_core.errors import NetworkError
 from psc_core.heads.base import ClassifierHead, ClassifierOutput
 from psc_core.heads.softmax import TemperatureHead, better_of, fit_temperature_head
 from psc_core.metrics import LOG_FLOOR
@@ -70,3 +73,14 @@ def test_a_head_with_an_unusable_probability_loses(first: float) -> None:
     assert isinstance(chosen, TemperatureHead)
     assert chosen.record["nll_above_own"] == pytest.approx(-math.log(LOG_FLOOR) / 200, rel=1e-3)
     json.dumps(chosen.record, allow_nan=False)
+
+
+def test_own_probabilities_are_the_networks_softmax() -> None:
+    logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    head = TemperatureHead({"temperature": torch.tensor(2.0)}, record={})
+    scores, probabilities = head.score(torch.empty(5, 0), logits)
+    torch.testing.assert_close(probabilities, (logits / 2).softmax(1))
+    torch.testing.assert_close(scores["energy"], -(logits / 2).exp().sum(1).log())
+    assert scores["epistemic"].tolist() == [0.0] * 5 and head.explain(torch.empty(5, 0)) == {}
+    with pytest.raises(NetworkError, match="keeps the network's output"):
+        head.score(torch.empty(5, 0), None)

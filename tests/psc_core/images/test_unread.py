@@ -1,5 +1,3 @@
-"""What is not read is named by its cause, and called damaged only if it is."""
-
 from __future__ import annotations
 
 import struct

@@ -1,28 +1,45 @@
-"""The last label on an image wins, by whichever request it came, and holds for the rows of its model alone."""
+"""Answers of people: every form is read, a broken one is named; the last label on an image wins."""
 
 from __future__ import annotations
 
+import csv
+import json
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from psc_core.errors import DataError
-from psc_core.log.labels import Label, Labels, joined, label_files, read_label_file, read_labels, write_labels
-from psc_core.log.store import label_schema, read_rows
-from tests.psc_core.log.support import TIME, digest, make_log, put_rows, row
+from psc_core.errors import DataError, UsageError
+from psc_core.log.erase import erase
+from psc_core.log.labels import (
+    Label,
+    Labels,
+    joined,
+    label_files,
+    labels_of,
+    read_answers,
+    read_label_file,
+    read_labels,
+    write_labels,
+)
+from psc_core.log.store import Log, LoggedModel, label_schema, model_path, read_rows
+from psc_core.tasks.classification import Classification
+from tests.psc_core.log.support import TIME, add_values, content, digest, make_log, put_rows, row
 
 OF_ROW = Label("r0", 0, digest(0), "label", "cat", "a person", TIME)
 
 
-def test_last_verdict_wins() -> None:
+def test_last_label_wins() -> None:
     later = replace(OF_ROW, kind="cannot_tell", label=None, time=TIME + timedelta(seconds=1))
     of_image = Label(None, None, digest(0), "label", "dog", "folder", TIME + timedelta(seconds=2))
-    for given in ([OF_ROW, later], [later, OF_ROW]):
-        assert Labels(given).of("m", "r0", 0, digest(0)) == later
+    for order in ([OF_ROW, later], [later, OF_ROW]):
+        assert Labels(order).of("m", "r0", 0, digest(0)) == later
     labels = Labels([of_image, OF_ROW])
     assert labels.of("m", "r0", 0, digest(0)) == of_image
     assert labels.of("m", "r7", 3, digest(0)) == of_image
@@ -30,7 +47,7 @@ def test_last_verdict_wins() -> None:
     assert labels.of("m", "r1", 0, digest(1)) is labels.of("m", "r1", 0, None) is None
 
 
-def test_verdict_holds_for_the_same_bytes_in_any_request_to_its_model() -> None:
+def test_label_holds_for_the_same_bytes_in_any_request_to_its_model() -> None:
     labels = Labels([replace(OF_ROW, model="m")])
     assert labels.of("m", "r7", 3, digest(0)) == labels.of("m", "r0", 0, None) == replace(OF_ROW, model="m")
     assert labels.of("other", "r7", 3, digest(0)) is None
@@ -69,3 +86,202 @@ def test_damaged_file_is_named(tmp_path: Path) -> None:
     log.put("labels/part-z.parquet", b"torn")
     with pytest.raises(DataError, match=r"part-z\.parquet is not a file of labels"):
         read_labels(log)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Log:
+    log = make_log(tmp_path_factory.mktemp("log"))
+    add_values(log)
+    return log
+
+
+def task(index: int, *results: Any, **annotation: Any) -> dict[str, Any]:
+    """A task of Label Studio's export with one annotation."""
+    data = {"image": "…", "request_id": f"r{index}", "image_index": 0, "image_sha256": digest(index)}
+    done = {"id": 1, "completed_by": 4, "updated_at": "2026-03-02T10:00:00.5Z", "was_cancelled": False, **annotation}
+    regions = [{"from_name": "label", "to_name": "image", "type": "choices", "value": value} for value in results]
+    return {"id": index, "data": data, "annotations": [{**done, "result": regions}]}
+
+
+def written(log: Log, path: Path) -> list[tuple[Any, ...]]:
+    return [(each.request_id, each.kind, each.label) for each in labels_of(log, read_answers(path))]
+
+
+def test_export_of_label_studio(log: Log, tmp_path: Path) -> None:
+    twice = task(2, {"choices": ["dog"]})
+    twice["annotations"].insert(0, task(2, {"choices": ["cat"]}, updated_at="2026-03-02T11:00:00Z")["annotations"][0])
+    skipped = [task(3, {"choices": ["cat"]}, was_cancelled=True), task(4), {**task(4), "annotations": []}]
+    tasks = [
+        task(0, {"choices": ["cat"]}), task(1, {"choices": ["cannot_tell"]}, completed_by={"id": 9, "email": "x@y"}),
+        twice, *skipped, task(90, {"number": 3}),
+    ]  # fmt: skip
+    (tmp_path / "labels.json").write_text(json.dumps(tasks))
+    labels = labels_of(log, read_answers(tmp_path / "labels.json"))
+    assert [(each.request_id, each.kind, each.label) for each in labels] == [
+        ("r0", "label", "cat"), ("r1", "cannot_tell", None), ("r2", "label", "cat"), ("r90", "label", "3.0"),
+    ]  # fmt: skip
+    assert [each.source for each in labels] == ["label studio 4", "label studio 9", "label studio 4", "label studio 4"]
+    assert labels[0].time == datetime(2026, 3, 2, 10, 0, 0, 500_000, UTC)
+    assert labels[0].image_sha256 == digest(0)
+
+
+def test_short_export_and_csv(log: Log, tmp_path: Path) -> None:
+    rows = [
+        {"request_id": "r0", "image_index": 0, "image_sha256": digest(0), "label": "dog", "annotator": 4},
+        {"request_id": "r1", "image_index": 0, "image_sha256": digest(1), "label": "", "annotator": 4},
+        {"request_id": "", "image_index": "", "image_sha256": digest(2), "label": "none_of_the_classes"},
+        {"request_id": "r3", "image_index": 0, "image_sha256": digest(3), "label": " \t"},
+    ]
+    (tmp_path / "min.json").write_text(json.dumps(rows))
+    with (tmp_path / "labels.csv").open("w", newline="") as file:
+        lines = csv.DictWriter(file, list(rows[0]), restval="")
+        lines.writeheader()
+        lines.writerows(rows)
+    text = (tmp_path / "labels.csv").read_text()
+    (tmp_path / "semicolons.csv").write_text("\ufeff" + text.replace(",", ";"))  # as a spreadsheet in German saves it
+    for name in ("min.json", "labels.csv", "semicolons.csv"):
+        assert written(log, tmp_path / name) == [("r0", "label", "dog"), (None, "none_of_the_classes", None)]
+
+
+@pytest.mark.parametrize("first", ["", "sep=;\n"])
+def test_numbers_between_semicolons_may_have_decimal_commas(log: Log, tmp_path: Path, first: str) -> None:
+    (tmp_path / "x.csv").write_text(f"{first}request_id;image_index;label\nr90;0;12,5\nr90;0;7.5\n")
+    assert [label for *_, label in written(log, tmp_path / "x.csv")] == ["12.5", "7.5"]
+    (tmp_path / "x.csv").write_text('request_id,image_index,label\nr90,0,"12,5"\n')
+    with pytest.raises(DataError, match="line 2: expected a number for angle, got '12,5'"):
+        written(log, tmp_path / "x.csv")
+
+
+def test_folders_of_images(log: Log, tmp_path: Path) -> None:
+    for folder, index in (("cat", 0), ("dog/deeper", 1), ("cannot_tell", 2)):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / f"{index}.png").write_bytes(content(index))
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    labels = labels_of(log, read_answers(tmp_path))
+    assert [(each.image_sha256, each.kind, each.label) for each in labels] == [
+        (digest(2), "cannot_tell", None), (digest(0), "label", "cat"), (digest(1), "label", "dog"),
+    ]  # fmt: skip
+
+
+def test_image_of_two_models_is_labelled_for_the_one_that_could_have_said_it(tmp_path: Path) -> None:
+    log = make_log(tmp_path / "log", 2)
+    put_rows(log, [row(0, request_id="r50", bundle_version="d1")], model="digits")
+    log.put(model_path("d1"), LoggedModel("d1", Classification(), ("0", "1")).to_json())
+    for folder in ("cat", "none_of_the_classes", "4"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.png").write_bytes(content(0))
+        found = tmp_path / f"{folder}.csv"
+        found.write_text(f"image_sha256,label\n{digest(0).upper()},{folder}\n")
+
+    def read(name: str, model: str | None = None) -> list[tuple[str | None, str | None]]:
+        return [(each.model, each.label) for each in labels_of(log, read_answers(tmp_path / name), model)]
+
+    assert read("cat.csv") == [("m", "cat")]
+    assert read("none_of_the_classes.csv") == [("digits", None), ("m", None)]
+    assert read("none_of_the_classes.csv", "m") == [("m", None)]
+    for name, model in (("4.csv", None), ("cat.csv", "digits")):
+        with pytest.raises(DataError, match="line 2"):
+            read(name, model)
+    with pytest.raises(UsageError, match="no rows of model shoes"):
+        read("cat.csv", "shoes")
+
+
+def test_labels_have_the_digest_of_their_row(tmp_path: Path) -> None:
+    """An image that was erased stays erased, whatever a file of answers still says of it."""
+    log = make_log(tmp_path / "log", 2)
+    erase(log, digest(1))
+    file = tmp_path / "x.csv"
+    file.write_text(f"request_id,image_index,image_sha256,label\nr0,0,,cat\nr1,0,{digest(1)},cat\n")
+    labels = labels_of(log, read_answers(file))
+    assert [(each.model, each.image_sha256) for each in labels] == [("m", digest(0)), ("m", None)]
+    file.write_text(f"request_id,image_index,image_sha256,label\nr0,0,{digest(1)},cat\n")
+    with pytest.raises(DataError, match=f"line 2: the row is of the image {digest(0)}, not of {digest(1)}"):
+        labels_of(log, read_answers(file))
+
+
+def test_clock_that_is_ahead_does_not_win_for_ever(log: Log, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps([task(0, {"choices": ["cat"]}, updated_at="9999-01-01T00:00:00Z")]))
+    (label,) = labels_of(log, read_answers(tmp_path / "x.json"))
+    assert label.time <= datetime.now(UTC)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "place"),
+    [
+        ("x.csv", "request_id,image_index,label\nr0,0,dgo\n", "line 2"),
+        ("x.csv", "request_id,image_index,label\nr0,0,cat\nr0,x,cat\n", "line 3"),
+        ("x.csv", "request_id,image_index,label\nr0,0\n", "line 2"),
+        ("x.csv", "request_id,image_index,label\nr0,0,cat,4\n", "line 2"),
+        ("x.csv", "request_id,image_index,label\nr77,0,cat\n", "line 2"),
+        ("x.csv", "image_sha256,label\nabc,cat\n", r"x\."),
+        ("x.csv", "image_sha256,label\n,cat\n", "line 2"),
+        ("x.csv", "image,label\nx,cat\n", r"x\."),
+        ("x.csv", "", r"x\."),
+        ("x.csv", 'image_sha256,label\n"ab', "line 2"),
+        ("x.json", "", r"x\."),
+        ("x.json", "[" * 100_000, r"x\."),
+        ("x.json", "{}", r"x\."),
+        ("x.json", "[3]", "task 1"),
+        ("x.json", '[{"annotations": 3}]', "task 1"),
+        ("x.json", json.dumps([task(0, {"choices": ["cat", "dog"]})]), "task 1"),
+        ("x.json", json.dumps([task(0, {"choices": [["cat"]]})]), "task 1"),
+        ("x.json", json.dumps([task(90, {"number": "a"})]), "task 1"),
+        ("x.txt", "", r"x\."),
+        ("x.csv/a.png", "", r"x\."),
+    ],
+)
+def test_broken_answers_are_named(log: Log, tmp_path: Path, name: str, text: str, place: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    with pytest.raises(DataError, match=place):
+        labels_of(log, read_answers(tmp_path / name.split("/")[0]))
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["r0", "cat", "dog"])
+ANYTHING = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=6)
+NAMES = st.sampled_from(
+    ["request_id", "image_index", "image_sha256", "label", "annotations", "data", "annotator", "updated_at", "source"]
+)
+
+
+def broken(whole: Any) -> st.SearchStrategy[Any]:
+    """The same document with any part of it replaced by anything."""
+    if isinstance(whole, dict):
+        parts = st.fixed_dictionaries({name: broken(part) for name, part in whole.items()})
+    elif isinstance(whole, list):
+        parts = st.tuples(*map(broken, whole)).map(list)
+    else:
+        return st.one_of(st.just(whole), st.just(whole), ANYTHING)
+    return st.one_of(parts, parts, parts, ANYTHING)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.one_of(broken([task(0, {"choices": ["cat"]})]), st.lists(st.dictionaries(NAMES, ANYTHING))))
+def test_any_json_is_read_or_refused(log: Log, tmp_path: Path, document: Any) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(document))
+    read_or_refused(log, file)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    st.sampled_from([b"", b"request_id,image_index,label,source\n", b"image_sha256,label\n", b"\xef\xbb\xbf"]),
+    st.binary() | st.text('r01,"\n\r\0cat', max_size=40).map(str.encode),
+)
+def test_any_csv_is_read_or_refused(log: Log, tmp_path: Path, head: bytes, body: bytes) -> None:
+    file = tmp_path / "x.csv"
+    file.write_bytes(head + body)
+    read_or_refused(log, file)
+
+
+def read_or_refused(log: Log, file: Path) -> None:
+    try:
+        labels = labels_of(log, read_answers(file))
+    except DataError as error:
+        assert str(file) in str(error)
+        return
+    for label in labels:
+        of_row = label.request_id in {f"r{n}" for n in (*range(6), 90)}
+        assert of_row or (label.request_id is None and label.image_sha256 == digest(0))  # Its request was left out.
+        assert label.model in {"m", "v"} and label.source.encode()

@@ -1,7 +1,10 @@
-"""What people should look at first: all lists take turns, and each image says from which it came."""
+"""What people should look at first, as tasks for them, and what nobody reviewed."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
 from collections import Counter
 from datetime import timedelta
@@ -10,8 +13,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psc_core.log.labels import Label, Labels
-from psc_core.log.review import DIVERSE, NEAR, SAMPLE, STRANGE, review
+from psc_core.answers import CLASSIFICATION_SCORES
+from psc_core.errors import DataError
+from psc_core.log.labels import CANNOT_TELL, Label, Labels, labels_of, read_answers, write_labels
+from psc_core.log.review import (
+    DIVERSE,
+    NEAR,
+    SAMPLE,
+    UNUSUAL,
+    UnreviewedImages,
+    label_studio_prefix,
+    review,
+    to_csv,
+    to_label_studio,
+)
+from psc_core.log.store import Log
 from tests.psc_core.log.support import TIME, add_values, digest, make_log, put_rows, row
 
 
@@ -30,13 +46,13 @@ def test_lists_take_turns(tmp_path: Path) -> None:
     put_rows(log, rows)
     chosen = review(log, Labels())
     assert [(each.row["request_id"], each.reason) for each in chosen[:4]] == [
-        ("r7", SAMPLE), ("r11", NEAR), ("r3", STRANGE), ("r5", DIVERSE),
+        ("r7", SAMPLE), ("r11", NEAR), ("r3", UNUSUAL), ("r5", DIVERSE),
     ]  # fmt: skip
     assert [each.row["request_id"] for each in chosen if each.reason == NEAR][:2] == ["r11", "r12"]
     assert sorted(ids(chosen)) == sorted(each["request_id"] for each in rows)
     assert [each.row["request_id"] for each in chosen if each.is_sampled] == ["r7"]
     counts = Counter(each.reason for each in chosen)
-    assert counts[SAMPLE] == 1 and {counts[NEAR], counts[STRANGE], counts[DIVERSE]} <= {6, 7}
+    assert counts[SAMPLE] == 1 and {counts[NEAR], counts[UNUSUAL], counts[DIVERSE]} <= {6, 7}
     assert ids(review(log, Labels(), limit=3)) == ["r7", "r11", "r3"]
 
 
@@ -73,7 +89,7 @@ def test_labelled_and_repeated_images_are_skipped(tmp_path: Path) -> None:
     assert sorted(ids(review(log, again))) == ["r0", "r2", "r90"]  # Nor the same bytes, in r8.
 
 
-def test_the_audit_slice_alone_is_in_the_order_of_its_digests(tmp_path: Path) -> None:
+def test_the_random_sample_alone_is_in_the_order_of_its_digests(tmp_path: Path) -> None:
     """Who stops anywhere has reviewed a random part of each day."""
     log = make_log(tmp_path, 0)
     days = [TIME, TIME + timedelta(days=1)]
@@ -82,3 +98,123 @@ def test_the_audit_slice_alone_is_in_the_order_of_its_digests(tmp_path: Path) ->
     chosen = review(log, Labels(), sampled=True)
     assert ids(chosen) == [f"r{n}" for n in expected] and {each.reason for each in chosen} == {SAMPLE}
     assert ids([each for each in review(log, Labels()) if each.reason == SAMPLE])[0] == f"r{expected[0]}"
+
+
+def test_tasks_of_label_studio(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 4)
+    add_values(log)
+    chosen = review(log, Labels())
+    tasks = json.loads(to_label_studio(chosen, label_studio_prefix(log)))
+    assert len(tasks) == 5
+    scores = [each["predictions"][0]["score"] for each in tasks]
+    assert scores == sorted(scores) and scores[0] >= 0 and scores[-1] < 1
+    for each, image in zip(tasks, chosen, strict=True):
+        (prediction,) = each["predictions"]
+        assert prediction["model_version"] == image.row["bundle_version"]
+        assert each["data"]["image"] == f"/data/local-files/?d={image.row['image_path']}"
+        assert each["data"]["sampled"] is False and each["data"]["reason"]
+        if image.row["label"] is None:
+            assert prediction["result"] == []
+        else:
+            (region,) = prediction["result"]
+            assert (region["type"], region["value"]) == ("choices", {"choices": ["dog"]})
+    for each in tasks:  # What people make of them is read back.
+        each["annotations"] = [{"result": each["predictions"][0]["result"], "completed_by": 1}]
+    (tmp_path / "done.json").write_text(json.dumps(tasks))
+    assert {each.label for each in labels_of(log, read_answers(tmp_path / "done.json"))} == {"dog"}
+
+
+def test_lines_of_a_csv(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 4)
+    text = to_csv(review(log, Labels()), "https://images/")
+    lines = list(csv.DictReader(io.StringIO(text)))
+    assert len(lines) == 4 and all(line["image"].startswith("https://images/images/") for line in lines)
+    (tmp_path / "labels.csv").write_text(text)
+    assert labels_of(log, read_answers(tmp_path / "labels.csv")) == []
+    (tmp_path / "labels.csv").write_text(text.replace("False,\r\n", "False,cat\r\n"))
+    assert len(labels_of(log, read_answers(tmp_path / "labels.csv"))) == 4
+    assert to_csv([], "").startswith("request_id,")
+
+
+FAR = 3600.0
+
+
+def abstained(index: int, **changes: object) -> dict[str, object]:
+    return row(index, **{"decision": "abstain_ood", "time": TIME + timedelta(seconds=index), **changes})
+
+
+def names(log: Log, limit: int = 100, seconds: float = FAR) -> list[str]:
+    return [each.row["request_id"] for each in UnreviewedImages(log).newest(limit=limit, seconds=seconds)]
+
+
+def write_label(log: Log, request_id: str | None, sha256: str | None, model: str | None = "m") -> None:
+    index = None if request_id is None else 0
+    write_labels(log, [Label(request_id, index, sha256, CANNOT_TELL, None, "test", TIME, model)])
+
+
+def test_the_newest_come_first_and_accepted_ones_never(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 2)
+    put_rows(log, [abstained(1200 - number) for number in range(600)])
+    put_rows(log, [abstained(5000, decision="abstain_ambiguous"), row(5001)], day="2026-03-02")
+    put_rows(log, [abstained(4000)], model="other")
+    add_values(log)
+    assert names(log, 4) == ["r5000", "r4000", "r1200", "r1199"]
+    assert len(names(log, 10_000)) == 602 and names(log, seconds=-1.0) == []
+    first = UnreviewedImages(log).newest(limit=1, seconds=FAR)[0]
+    assert (first.model, set(first.scores)) == ("m", set(CLASSIFICATION_SCORES)) and "probabilities" not in first.row
+
+
+def test_what_was_reviewed_erased_or_not_stored_is_skipped(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 0)
+    same = {"image_sha256": digest(1), "image_path": f"images/{digest(1)[:2]}/{digest(1)}.png"}
+    rows = [abstained(index) for index in range(5)]
+    repeated = [abstained(index, **same) for index in (6, 7)]
+    unknown = [abstained(8, image_path=None), abstained(9, image_sha256=None), abstained(10, image_path="../secret")]
+    put_rows(log, rows)
+    for index, each in enumerate((*repeated, *unknown)):
+        put_rows(log, [{**each, "request_id": "r1"}], day=f"2026-02-0{index + 1}")  # The images are those of r1.
+    assert names(log) == ["r4", "r3", "r2", "r1", "r0"]
+    write_label(log, "r3", None)
+    write_label(log, None, digest(0))
+    write_label(log, "elsewhere", digest(1), model="other")  # Another model may have other classes.
+    write_label(log, "elsewhere", digest(1), model=None)
+    assert names(log) == ["r4", "r2", "r1"]
+    write_label(log, "elsewhere", digest(1))  # The same bytes in another request.
+    write_label(log, "r4", None)
+    assert names(log) == ["r2"]
+    assert names(make_log(tmp_path / "empty", 0)) == []
+
+
+def test_labels_are_read_once_and_as_time_allows(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 0)
+    put_rows(log, [abstained(index) for index in range(4)])
+    images, got = (
+        UnreviewedImages(log),
+        lambda: [each.row["request_id"] for each in images.newest(limit=9, seconds=FAR)],
+    )
+    write_label(log, "r3", digest(3))
+    assert got() == ["r2", "r1", "r0"]
+    log.put("labels/part-1.parquet", b"PAR1 torn")
+    with pytest.raises(DataError):
+        got()
+    log.delete("labels/part-1.parquet")
+    (known,) = (name for name, _ in log.names("labels"))
+    log.put(known, b"PAR1 torn")  # It is not looked at again.
+    write_label(log, None, digest(1))
+    assert got() == ["r2", "r0"] and images.newest(limit=9, seconds=-1.0) == []
+
+
+def test_chunks_of_reviewed_ones_hide_none_behind_them(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 0)
+    put_rows(log, [abstained(index) for index in range(1100)])
+    write_labels(log, [Label(f"r{n}", 0, digest(n), CANNOT_TELL, None, "test", TIME) for n in range(3, 1100)])
+    assert names(log) == ["r2", "r1", "r0"]
+
+
+@pytest.mark.parametrize("name", ["labels/part-1.parquet", "model=m/day=2026-03-01/part-z.parquet"])
+def test_a_damaged_file_is_an_error(tmp_path: Path, name: str) -> None:
+    log = make_log(tmp_path, 0)
+    put_rows(log, [abstained(1)])
+    log.put(name, b"PAR1 torn")
+    with pytest.raises(DataError):
+        names(log)

@@ -13,18 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from psc_core.errors import NetworkError, UsageError
-from psc_core.images.preprocess import PRESETS
-from psc_core.network.cut import (
-    Backbone,
-    HookedNetwork,
-    HookPlan,
-    cut_graph,
-    device_of,
-    readable_copy,
-    rebuild_backbone,
-    trial_input,
-    truncate,
-)
+from psc_core.network.cut import HookedNetwork, HookPlan, cut_graph, readable_copy, rebuild_backbone, truncate
 from psc_core.network.layers import INPUT_SUFFIX, canonical, list_layers
 from psc_core.network.load import load_network
 from tests import tiny
@@ -61,10 +50,6 @@ class EarlyExit(nn.Module):
         return self.head(self.late(x).mean((2, 3)))
 
 
-def early_exit(num_classes: int) -> nn.Module:
-    return EarlyExit(num_classes)
-
-
 class Loop(nn.Module):
     """Calls one module as often as the data say."""
 
@@ -77,10 +62,6 @@ class Loop(nn.Module):
         for _ in range(2 if float(x.sum()) < 1e9 else 1):
             x = self.step(x)
         return self.head(x.flatten(1))
-
-
-def loop(num_classes: int) -> nn.Module:
-    return Loop(num_classes)
 
 
 class Statements(nn.Module):
@@ -103,13 +84,7 @@ class Statements(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def statements(num_classes: int) -> nn.Module:
-    return Statements(num_classes)
-
-
-FACTORIES = tuple(f"{HERE}:{name}" for name in ("mlp", "early_exit", "loop", "statements"))
-
-
+FACTORIES = tuple(f"{HERE}:{name}" for name in ("mlp", "EarlyExit", "Loop", "Statements"))
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "resnet18": ("torchvision:resnet18", {"stem": "small"}, (3, 16, 16)),
     "vgg11": ("torchvision:vgg11", {"stem": "small"}, (3, 28, 28)),
@@ -157,53 +132,6 @@ def parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("name", CASES)
-@torch.inference_mode()
-def test_all_layers_and_logits_equal_hooks(name: str) -> None:
-    net, x = build(name)
-    infos = list_layers(net, x[:1])
-    layers = [info.name for info in infos]
-    values, logits = hooked(net, layers, x)
-    backbone = truncate(net, layers, keep_output=True, trial=x[:1])
-    assert backbone.is_traced == (name not in ("early_exit", "loop"))
-    features, out = backbone(x)
-    assert out is not None and torch.equal(out, logits)
-    for info, feature in zip(infos, features, strict=True):
-        assert feature.shape == (3, *info.shape)
-        assert torch.equal(feature, canonical(values[info.name], info.form)), info.name
-
-
-@pytest.mark.parametrize("name", CASES)
-@torch.inference_mode()
-def test_single_layer_equals_hooks_and_survives_bundle(name: str) -> None:
-    net, x = build(name)
-    infos = list_layers(net, x[:1])
-    info = infos[(len(infos) - 1) // 2]
-    expected = canonical(hooked(net, [info.name], x)[0][info.name], info.form)
-    backbone = truncate(net, [info.name], keep_output=False, trial=x[:1])
-    (feature,), logits = backbone(x)
-    assert logits is None and torch.equal(feature, expected)
-    for batch in (x[:1], torch.cat([x, x])):
-        assert torch.allclose(backbone(batch)[0][0][:1], expected[:1], rtol=1e-4, atol=1e-5)
-    if name != "loop":
-        assert parameters(backbone) < parameters(net)
-
-    before = torch.get_rng_state()
-    spec = json.loads(json.dumps(backbone.spec()))
-    twin = rebuild_backbone(spec, backbone.state_dict(), FACTORIES)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert twin.is_traced == backbone.is_traced and torch.equal(twin(x)[0][0], expected)
-    assert twin.state_dict().keys() == backbone.state_dict().keys()
-
-
-def test_keeps_only_needed_parameters() -> None:
-    net, _ = build("resnet18")
-    backbone = truncate(net, ["layer2.0.conv1"], keep_output=False)
-    wanted = [net.conv1, net.bn1, net.layer1, net.layer2[0].conv1]
-    assert parameters(backbone) == sum(parameters(module) for module in wanted)
-    assert {p.data_ptr() for p in backbone.parameters()} <= {p.data_ptr() for p in net.parameters()}
-
-
 def test_hooks_drop_later_modules_but_keep_branches() -> None:
     net, x = build("early_exit")
     backbone = truncate(net, ["dark"], keep_output=False, trial=x[:1])
@@ -215,14 +143,6 @@ def test_hooks_drop_later_modules_but_keep_branches() -> None:
     whole = truncate(net, ["dark"], keep_output=True, trial=x[:1])
     with torch.no_grad(), pytest.raises(NetworkError, match="does not reach layer dark"):
         whole(x + 1e4)
-
-
-def test_repeated_module_is_not_stopped_early() -> None:
-    net, x = build("loop")
-    backbone = truncate(net, ["step"], keep_output=False, trial=x[:1])
-    assert backbone.spec()["hooks"] == {"stop": None, "dropped": []}
-    with torch.no_grad():
-        assert torch.equal(backbone(x)[0][0], net.step(net.step(x)).flatten(2))
 
 
 def test_cutting_does_not_change_network() -> None:
@@ -255,25 +175,6 @@ def test_layers_come_in_requested_order() -> None:
     backward = truncate(net, ["3", "1"], keep_output=False)(x)[0]
     assert [f.shape[1] for f in forward] == [12, 8]
     assert torch.equal(forward[0], backward[1]) and torch.equal(forward[1], backward[0])
-
-
-@pytest.mark.parametrize(
-    ("layers", "text"),
-    [
-        (["layer5.0"], "did you mean layer"),
-        ([""], "no layer ''"),
-        ([], "at least one"),
-        (["conv1", "conv1"], "each once"),
-    ],
-)
-def test_rejects_unknown_or_repeated_layers(layers: list[str], text: str) -> None:
-    with pytest.raises(NetworkError, match=text):
-        truncate(build("resnet18")[0], layers, keep_output=False)
-
-
-def test_untraceable_network_needs_example() -> None:
-    with pytest.raises(NetworkError, match=r"cannot be traced.*pass a trial input"):
-        truncate(build("early_exit")[0], ["dark"], keep_output=False)
 
 
 class Baked(nn.Module):
@@ -319,30 +220,6 @@ def test_rejects_random_output() -> None:
     with pytest.raises(NetworkError, match="the same output for the same image"):
         truncate(Dropping(0.3), ["first"], keep_output=True, trial=trial)
     assert truncate(Dropping(0.3), ["first"], keep_output=False, trial=trial).is_traced  # not yet dropped
-
-
-class Odd(nn.Module):
-    """Its inner layer gives five dimensions, its output is a dictionary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cube = nn.Unflatten(1, (1, 2, 2, 1))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"logits": self.cube(x.flatten(1)).flatten(1)}
-
-
-def test_rejects_unsupported_outputs() -> None:
-    x = torch.randn(1, 1, 2, 2)
-    with pytest.raises(NetworkError, match="a map, tokens or a vector"):
-        truncate(Odd(), ["cube"], keep_output=False)(x)
-    with pytest.raises(NetworkError, match="only logits"):
-        truncate(Odd(), ["cube"], keep_output=True, trial=x)(x)
-
-
-def test_network_built_by_hand_has_no_spec() -> None:
-    with pytest.raises(NetworkError, match="no name builds"):
-        truncate(Baked(), ["first"], keep_output=False).spec()
 
 
 class Keeps(nn.Module):
@@ -394,36 +271,18 @@ def test_a_network_just_trained_is_cut(build: Callable[[], nn.Module]) -> None:
     torch.testing.assert_close(got, logits)
 
 
-def test_what_cannot_be_copied_is_named() -> None:
-    net = Baked()
-    net.first.turn = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(NetworkError, match=r"cannot be copied: .*'first\.turn'"):
-        truncate(net, ["first"], keep_output=False)
-
-
-def rebuilt(spec: dict[str, Any], state: dict[str, Tensor], allow: Sequence[str] = FACTORIES) -> Backbone:
-    return rebuild_backbone(spec, state, allow)
-
-
 def test_rebuild_rejects_wrong_state() -> None:
     net, _ = build("mlp")
     backbone = truncate(net, ["3"], keep_output=False)
     spec, state = backbone.spec(), backbone.state_dict()
     with pytest.raises(NetworkError, match="allow-list"):
-        rebuilt(spec, state, ())
+        rebuild_backbone(spec, state, ())
     with pytest.raises(NetworkError, match="1 missing"):
-        rebuilt(spec, dict(list(state.items())[1:]))
+        rebuild_backbone(spec, dict(list(state.items())[1:]), FACTORIES)
     with pytest.raises(NetworkError, match="1 unexpected"):
-        rebuilt(spec, {**state, "more": torch.zeros(1)})
+        rebuild_backbone(spec, {**state, "more": torch.zeros(1)}, FACTORIES)
     with pytest.raises(NetworkError, match="finite"):
-        rebuilt(spec, {key: torch.full_like(value, torch.inf) for key, value in state.items()})
-
-
-def test_example_input_is_reproducible_and_standardised() -> None:
-    trial = trial_input(PRESETS["cifar10"])
-    assert trial.shape == (1, 3, 32, 32) and trial.dtype == torch.float32
-    assert torch.equal(trial, trial_input(PRESETS["cifar10"]))
-    assert abs(float(trial.mean())) < 0.5
+        rebuild_backbone(spec, {key: value + torch.inf for key, value in state.items()}, FACTORIES)
 
 
 class Within(nn.Module):
@@ -510,16 +369,6 @@ def test_concurrent_traces_restore_torch() -> None:
     assert nn.Module.__call__ is call
 
 
-def test_hooks_reject_non_tensor_outputs() -> None:
-    class Pair(nn.Module):
-        def forward(self, x: Tensor) -> list[Tensor]:
-            return [x, x]
-
-    net = nn.Sequential(Pair())
-    with pytest.raises(NetworkError, match="expected a tensor from layer 0, got list"):
-        HookedNetwork(net, ["0"], HookPlan(), keep_output=False)(torch.zeros(1, 1, 1, 1))
-
-
 def test_the_first_of_several_outputs_is_the_layers() -> None:
     class Attending(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -555,46 +404,81 @@ def test_other_precisions_become_single(dtype: torch.dtype) -> None:
     copied = readable_copy(net)
     assert copied(IMAGES).dtype == torch.float32
     assert {parameter.dtype for parameter in net.parameters()} == {dtype}, "the network itself stays as it is"
+    single = tiny.network()
+    single.register_buffer("mean", torch.zeros(1, dtype=torch.double))
+    assert readable_copy(single).get_buffer("mean").dtype == torch.double
 
 
-def test_a_double_buffer_of_a_network_in_single_precision_stays() -> None:
-    net = tiny.network()
-    net.register_buffer("mean", torch.zeros(1, dtype=torch.double))
-    assert readable_copy(net).get_buffer("mean").dtype == torch.double
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_layers_and_logits_equal_hooks_and_survive_a_bundle(name: str) -> None:
+    net, x = build(name)
+    infos = list_layers(net, x[:1])
+    layers = [info.name for info in infos]
+    values, logits = hooked(net, layers, x)
+    whole = truncate(net, layers, keep_output=True, trial=x[:1])
+    assert whole.is_traced == (name not in ("early_exit", "loop"))
+    features, out = whole(x)
+    assert out is not None and torch.equal(out, logits)
+    for info, feature in zip(infos, features, strict=True):
+        assert feature.shape == (3, *info.shape)
+        assert torch.equal(feature, canonical(values[info.name], info.form)), info.name
+
+    middle = (len(infos) - 1) // 2
+    backbone, expected = truncate(net, [layers[middle]], keep_output=False, trial=x[:1]), features[middle]
+    (feature,), logits = backbone(x)
+    assert logits is None and torch.equal(feature, expected)
+    for batch in (x[:1], torch.cat([x, x])):
+        assert torch.allclose(backbone(batch)[0][0][:1], expected[:1], rtol=1e-4, atol=1e-5)
+    if name != "loop":
+        assert parameters(backbone) < parameters(net)
+
+    before = torch.get_rng_state()
+    spec = json.loads(json.dumps(backbone.spec()))
+    twin = rebuild_backbone(spec, backbone.state_dict(), FACTORIES)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert twin.is_traced == backbone.is_traced and torch.equal(twin(x)[0][0], expected)
+    assert twin.state_dict().keys() == backbone.state_dict().keys()
 
 
-class OfTransformers(nn.Module):
-    """The interface of a classifier of transformers."""
+class Gives(nn.Module):
+    """Returns what it is told to, behind a layer of five dimensions."""
 
-    main_input_name = "pixel_values"
-
-    def __init__(self) -> None:
+    def __init__(self, form: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.net = tiny.network()
+        self.cube, self.form = nn.Unflatten(1, (1, 2, 2, 1)), form
 
-    def forward(self, pixel_values: Tensor, *, return_dict: bool = True) -> Any:
-        class Output:
-            logits = self.net(pixel_values)
-
-        return Output()
+    def forward(self, x: Tensor) -> Any:
+        return self.form(self.cube(x.flatten(1)))
 
 
-def test_a_classifier_of_transformers_gives_its_logits() -> None:
-    net = OfTransformers().eval()
-    assert torch.equal(readable_copy(net)(IMAGES), net.net(IMAGES))
+SMALL = torch.zeros(1, 1, 2, 2)
+LOGITS = Gives(lambda cube: {"logits": cube.flatten(1)})
+
+
+def uncopied() -> nn.Module:
+    net = Baked()
+    net.first.turn = threading.Lock()  # type: ignore[assignment]
+    return net
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
-def test_torchscript_is_refused_with_what_to_give_instead() -> None:
-    with pytest.raises(NetworkError, match=r'TorchScript, .* give the nn\.Module .* load_network\("onnx:net\.onnx"\)'):
-        readable_copy(torch.jit.trace(tiny.network().eval(), IMAGES))
-
-
-@pytest.mark.parametrize("other", ["net.pth", {"weight": torch.zeros(1)}, lambda x: x])
-def test_what_is_no_module_is_refused(other: object) -> None:
-    with pytest.raises(UsageError, match=r"an nn\.Module, got a (str|dict|function); build one .* load_network"):
-        readable_copy(other)
-
-
-def test_a_network_without_tensors_is_on_the_cpu() -> None:
-    assert device_of(nn.Identity()) == torch.device("cpu")
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        (lambda: truncate(build("mlp")[0], ["first"], keep_output=False), "no layer 'first'"),
+        (lambda: truncate(build("resnet18")[0], ["layer5.0"], keep_output=False), "did you mean layer"),
+        (lambda: truncate(build("mlp")[0], [], keep_output=False), "at least one"),
+        (lambda: truncate(build("mlp")[0], ["1", "1"], keep_output=False), "each once"),
+        (lambda: truncate(build("early_exit")[0], ["dark"], keep_output=False), "pass a trial input"),
+        (lambda: truncate(LOGITS, ["cube"], keep_output=False)(SMALL), "a map, tokens or a vector"),
+        (lambda: truncate(LOGITS, ["cube"], keep_output=True, trial=SMALL)(SMALL), "only logits"),
+        (lambda: truncate(Baked(), ["first"], keep_output=False).spec(), "no name builds"),
+        (lambda: truncate(uncopied(), ["first"], keep_output=False), r"cannot be copied: .*'first\.turn'"),
+        (lambda: readable_copy(torch.jit.trace(tiny.network().eval(), IMAGES)), r'load_network\("onnx:net\.onnx"\)'),
+        *((lambda other=other: readable_copy(other), r"load_network") for other in ("net.pth", {}, lambda x: x)),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(cut: Callable[[], object], said: str) -> None:
+    with pytest.raises((NetworkError, UsageError), match=said):
+        cut()

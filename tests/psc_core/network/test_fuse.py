@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torch.nn.utils import prune
 
 from psc_core import PRESETS, PSC, open_dataset
 from psc_core.network.cut import cut_graph, truncate
-from psc_core.network.fuse import fuse, reads_strides, reshape_views
+from psc_core.network.fuse import fuse
 
 
 def unlike_new(net: nn.Module) -> nn.Module:
@@ -80,11 +79,9 @@ def test_keeps_weights_computed_by_hooks(how: str) -> None:
     ("name", "layer"),
     [
         ("resnet18", "layer4.0.downsample.0"),
-        ("resnet18", "layer3.1"),
         ("vgg11_bn", "features.18"),
         ("mobilenet_v2", "features.15"),
         ("shufflenet_v2_x0_5", "stage3"),
-        ("efficientnet_b0", "features.6"),
         ("densenet121", "features.denseblock2"),
         ("googlenet", "inception4a"),
     ],
@@ -170,14 +167,6 @@ def with_itself(net: Small, x: Tensor) -> Tensor:
     return a + a
 
 
-def scalar(net: Small, x: Tensor) -> Tensor:
-    return (net.second(net.first(x)) + 1.0).relu()
-
-
-def no_statistics(net: Small, x: Tensor) -> Tensor:
-    return net.relu(net.free(net.first(x)))
-
-
 def scaled_sum(net: Small, x: Tensor) -> Tensor:
     a = net.first(x)
     return torch.add(net.second(a), net.third(a), alpha=2)
@@ -201,20 +190,14 @@ def two_summands(net: Small, x: Tensor) -> Tensor:
         one_value_to_all,
         called_twice,
         with_itself,
-        scalar,
-        no_statistics,
+        lambda net, x: (net.second(net.first(x)) + 1.0).relu(),
+        lambda net, x: net.relu(net.free(net.first(x))),
         scaled_sum,
         two_summands,
     ],
 )
 def test_in_place_and_shared_operations(wire: Callable[[Small, Tensor], Tensor]) -> None:
     check(unlike_new(Small(wire)), "first", torch.randn(3, 3, 9, 7))
-
-
-def test_folds_batch_normalisation() -> None:
-    fused = check(unlike_new(Small(two_summands)), "third", torch.randn(2, 3, 8, 8))
-    called = [type(fused.get_submodule(str(node.target))) for node in fused.graph.nodes if node.op == "call_module"]  # type: ignore[union-attr,operator]
-    assert called == [nn.Conv2d] * 4
 
 
 @given(
@@ -252,24 +235,10 @@ def test_folding_equals_float64(groups: int, bias: bool, affine: bool, variance:
         assert float((fused(x)[0].double() - exact).abs().max()) <= 1e-5 * float(exact.abs().max())
 
 
-def test_wanted_convolution_is_not_folded() -> None:
-    net = unlike_new(Small(two_summands))
-    fused = check(net, "first", torch.randn(2, 3, 8, 8))
-    called = [fused.get_submodule(str(node.target)) for node in fused.graph.nodes if node.op == "call_module"]  # type: ignore[union-attr,operator]
-    assert any(isinstance(module, nn.BatchNorm2d) for module in called)
-
-
 def test_normalisation_with_hook_is_not_folded() -> None:
     net = unlike_new(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)))
     net.get_submodule("1").register_forward_hook(lambda _module, _inputs, output: 2 * output + 1)
     check(net, "2", torch.randn(2, 3, 8, 8))
-
-
-def test_string_padding_and_groups() -> None:
-    words = nn.Conv2d(4, 4, 3, padding="same", groups=2)
-    reflected = nn.Conv2d(4, 6, 3, groups=2, padding_mode="reflect", padding=1)
-    net = nn.Sequential(words, nn.BatchNorm2d(4), nn.ReLU(), reflected, nn.Flatten())
-    check(unlike_new(net), "2", torch.randn(2, 4, 6, 6))
 
 
 def test_hooked_network_is_unchanged() -> None:
@@ -302,17 +271,6 @@ def images(data_root: Path, name: str) -> Tensor:
     ).images
 
 
-@pytest.mark.parametrize("name", ["mnist", "ambiguous-mnist", "fashion-mnist"])
-def test_shipped_bundle_equals_unfused(psc: PSC, data_root: Path, name: str) -> None:
-    plain = psc.pipeline.with_backbone(psc.backbone)
-    with torch.inference_mode():
-        got, expected = (psc.outputs(p(images(data_root, name))) for p in (psc.pipeline, plain))
-    torch.testing.assert_close(got.probabilities, expected.probabilities, atol=1e-5, rtol=0)
-    torch.testing.assert_close(got["epistemic"], expected["epistemic"], atol=1e-5, rtol=0)
-    torch.testing.assert_close(got["log_density"], expected["log_density"], atol=1e-2, rtol=1e-5)
-    assert float((got["ood_p_value"] - expected["ood_p_value"]).abs().max()) <= 2 / (1 + len(psc.calibration))
-
-
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("onednn", [False, True])
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
@@ -328,14 +286,6 @@ def test_bf16_decisions_match_fp32(psc: PSC, data_root: Path, name: str, onednn:
         assert float(differ.double().mean()) <= 0.01
     flagged, got_flagged = (outputs["ood_p_value"] <= psc.policy.alpha for outputs in (exact, got))
     assert float((flagged != got_flagged).double().mean()) <= 0.01
-
-
-def test_pipeline_can_be_saved_and_copied_after_running(psc: PSC, tmp_path: Path) -> None:
-    fresh = PSC.load(psc.save(tmp_path / "again") and tmp_path / "again", device="cpu")
-    assert fresh.version == psc.version
-    buffer = io.BytesIO()
-    torch.save(copy.deepcopy(psc.pipeline).state_dict(), buffer)
-    assert buffer.tell() > 10_000_000
 
 
 LAST, FIRST = torch.channels_last, torch.contiguous_format
@@ -354,22 +304,10 @@ class Wired(nn.Module):
         return logits
 
 
-def view_size(x: Tensor) -> Tensor:
-    return x.view(x.size(0), -1)
-
-
-def view_as(x: Tensor) -> Tensor:
-    return x.view_as(x.new_zeros(x.shape).flatten(1))
-
-
 def grouped(x: Tensor) -> Tensor:
     """Average each channel, as squeeze and excitation do, then mix the channels of two groups."""
     check = F.relu(x.mean((2, 3)).view(-1, 4), inplace=True).view(-1, 4, 1, 1)
     return (x * check).view(-1, 2, 2, 6, 6).transpose(1, 2).reshape(-1, 144)
-
-
-def changed_at_the_end(x: Tensor) -> Tensor:
-    return F.relu(x.view(-1, 144), inplace=True)
 
 
 def changed_copy(x: Tensor) -> Tensor:
@@ -383,71 +321,11 @@ def written_into(x: Tensor) -> Tensor:
     return flat + x.permute(0, 1, 3, 2).flatten(1)
 
 
-def by_strides(x: Tensor) -> Tensor:
-    return torch.as_strided(x, (x.shape[0], 144), (144, 1)).clone()
-
-
-def named(x: Tensor) -> Tensor:
-    return x.view(size=(x.shape[0], 144))
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view(torch.int32).view(torch.float32).flatten(1)
-
-
 def wrapped(x: Tensor) -> Tensor:
     return x.view(len(x), -1)
 
 
 fx.wrap("wrapped")
-
-
-def opaque(x: Tensor) -> Tensor:
-    return wrapped(x)
-
-
-@pytest.mark.parametrize(
-    ("wire", "memory_format"),
-    [
-        (view_size, LAST),
-        (view_as, LAST),
-        (grouped, LAST),
-        (changed_at_the_end, LAST),
-        (nn.Sequential(nn.Flatten(), nn.Dropout(inplace=True)), LAST),
-        (nn.Sequential(nn.LocalResponseNorm(3), nn.Flatten()), LAST),
-        (nn.Sequential(nn.PixelShuffle(2), nn.PixelUnshuffle(2), nn.ChannelShuffle(2), nn.Flatten()), LAST),
-        (nn.Sequential(nn.Flatten(), nn.Unflatten(1, (12, 12)), nn.Flatten()), LAST),
-        (changed_copy, FIRST),
-        (written_into, FIRST),
-        (by_strides, FIRST),
-        (named, FIRST),
-        (bits, FIRST),
-        (opaque, FIRST),
-    ],
-)
-@torch.inference_mode()
-def test_the_values_stay(wire: Wire | nn.Module, memory_format: torch.memory_format) -> None:
-    torch.manual_seed(0)
-    net, images = Wired(wire).eval(), torch.randn(3, 3, 6, 6)
-    expected = net(images)
-    backbone = truncate(net, ["conv"], keep_output=True)
-    fused = backbone.fused("fp32")
-    assert fused.memory_format == memory_format
-    for batch in (images, images[:1]):
-        got = fused(batch)[1]
-        assert got is not None
-        torch.testing.assert_close(got, expected[: len(batch)], rtol=0, atol=1e-5)
-
-
-@torch.inference_mode()
-def test_the_values_stay_in_half_precision() -> None:
-    torch.manual_seed(0)
-    net, images = Wired(view_size).eval(), torch.randn(3, 3, 6, 6)
-    fused = truncate(net, ["conv"], keep_output=True).fused("bf16")
-    with torch.autocast("cpu", torch.bfloat16):
-        got = fused(images)[1]
-    assert got is not None and fused.memory_format == LAST
-    torch.testing.assert_close(got.float(), net(images), rtol=0.05, atol=0.05)
 
 
 class Attending(nn.Module):
@@ -472,12 +350,37 @@ def test_attention_over_a_map() -> None:
     torch.testing.assert_close(fused(images)[1], net(images))
 
 
-def test_only_shapes_become_reshapes() -> None:
-    body = cut_graph(Wired(view_size).eval(), ["conv"], keep_output=True)
-    assert not reads_strides(body)
-    reshape_views(body)
-    assert [len(body.graph.find_nodes(op="call_method", target=name)) for name in ("view", "reshape")] == [0, 1]
-    for wire in (named, bits):
-        body = cut_graph(Wired(wire).eval(), ["conv"], keep_output=True)
-        reshape_views(body)
-        assert body.graph.find_nodes(op="call_method", target="view") and reads_strides(body)
+CHANGED: dict[str, tuple[Wire | nn.Module, torch.memory_format]] = {
+    "view by size": (lambda x: x.view(x.size(0), -1), LAST),
+    "view as": (lambda x: x.view_as(x.new_zeros(x.shape).flatten(1)), LAST),
+    "grouped": (grouped, LAST),
+    "in place at the end": (lambda x: F.relu(x.view(-1, 144), inplace=True), LAST),
+    "dropout": (nn.Sequential(nn.Flatten(), nn.Dropout(inplace=True)), LAST),
+    "groups": (nn.Sequential(nn.Conv2d(4, 4, 3, padding="same", groups=2), nn.Flatten()), LAST),
+    "reflected": (nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), nn.Flatten()), LAST),
+    "response norm": (nn.Sequential(nn.LocalResponseNorm(3), nn.Flatten()), LAST),
+    "shuffles": (
+        nn.Sequential(nn.PixelShuffle(2), nn.PixelUnshuffle(2), nn.ChannelShuffle(2), nn.Flatten()), LAST),
+    "unflattened": (nn.Sequential(nn.Flatten(), nn.Unflatten(1, (12, 12)), nn.Flatten()), LAST),
+    "changed copy": (changed_copy, FIRST),
+    "written into": (written_into, FIRST),
+    "by strides": (lambda x: torch.as_strided(x, (x.shape[0], 144), (144, 1)).clone(), FIRST),
+    "by a keyword": (lambda x: x.view(size=(x.shape[0], 144)), FIRST),
+    "bits": (lambda x: x.view(torch.int32).view(torch.float32).flatten(1), FIRST),
+    "opaque": (lambda x: wrapped(x), FIRST),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", CHANGED)
+@torch.inference_mode()
+def test_the_values_stay(how: str) -> None:
+    torch.manual_seed(0)
+    wire, memory_format = CHANGED[how]
+    net, images = Wired(wire).eval(), torch.randn(3, 3, 6, 6)
+    expected = net(images)
+    fused = truncate(net, ["conv"], keep_output=True).fused("fp32")
+    assert fused.memory_format == memory_format
+    for batch in (images, images[:1]):
+        got = fused(batch)[1]
+        assert got is not None
+        torch.testing.assert_close(got, expected[: len(batch)], rtol=0, atol=1e-5)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from psc_core.errors import NetworkError, UsageError
 from psc_core.network.cut import truncate
 from psc_core.network.layers import LayerInfo, Layout, canonical, layout_of, list_layers, select_layers
 from psc_core.network.load import load_network
+
+TRIAL = torch.randn(1, 1, 8, 8)
 
 
 def network(name: str, **model_args: Any) -> nn.Module:
@@ -38,13 +41,11 @@ def test_operations_of_residual_network() -> None:
     assert [layer.role for layer in layers[-3:]] == ["hidden", "penultimate", "output"]
 
 
-def test_operations_of_original_network() -> None:
+def test_operations_of_a_plain_network() -> None:
     net = network("vgg11_bn", stem="small")
     layers = list_layers(net, torch.randn(1, 3, 32, 32))
     assert [layer.name for layer in layers[:4]] == ["features.0", "features.3", "features.4", "features.7"]
     assert layers[1].shape == (64, 256)
-    with pytest.raises(NetworkError, match="no layers of granularity 'blocks'"):
-        list_layers(net, torch.randn(1, 3, 32, 32), granularity="blocks")
 
 
 @pytest.mark.parametrize(
@@ -86,27 +87,6 @@ def test_a_convolution_with_its_normalisation_is_no_block() -> None:
     assert names[:2] == ["0.0", "0.1"]
 
 
-def test_attention_blocks_replace_their_operations() -> None:
-    names = [layer.name for layer in list_layers(network("vit_b_16", image_size=32), torch.randn(1, 3, 32, 32))]
-    assert names[:2] == ["conv_proj", "encoder.layers.encoder_layer_0"]
-    assert names[-2:] == ["heads.head:input", "heads.head"]
-    assert not [name for name in names if "mlp" in name]
-
-
-def test_linear_layers_on_maps_are_channels_last() -> None:
-    found = by_name(list_layers(network("convnext_tiny"), torch.randn(1, 3, 32, 32)))
-    assert (found["features.1.0.block.0"].form, found["features.1.0.block.0"].shape) == ("map", (96, 64))
-    assert (found["features.1.0.block.3"].form, found["features.1.0.block.3"].shape) == ("map_last", (384, 64))
-
-
-def test_channel_axis_of_every_swin_module() -> None:
-    found = by_name(list_layers(network("swin_t"), torch.randn(1, 3, 64, 64), granularity="all"))
-    assert found["features.0.0"].shape == (96, 256)
-    assert (found["features.0"].form, found["features.0"].shape) == ("map_last", (96, 256))
-    assert (found["features.1.0.mlp.1"].form, found["features.1.0.mlp.1"].shape) == ("map_last", (384, 256))
-    assert (found["permute"].form, found["permute"].shape) == ("map", (768, 4))
-
-
 class Sequences(nn.Module):
     """Tokens, then channels first: the end of Microsoft's Swin, and one-dimensional layers behind it."""
 
@@ -133,22 +113,6 @@ def test_one_dimensional_layers_are_channels_first() -> None:
     assert found["avgpool"].role == "penultimate"
     (features,), _ = truncate(net, ["avgpool"], keep_output=False, trial=trial)(trial)
     assert features.shape == (1, 5, 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "layer", "kind", "shape"),
-    [
-        ("mambaout_femto", "stages.0.blocks.0.norm", "map_last", (48, 64)),
-        ("mambaout_femto", "stages.0.blocks.0", "map_last", (48, 64)),
-        ("convnext_atto", "stages.0.blocks.0.norm", "map", (40, 64)),
-        ("convnext_atto", "stages.1.downsample.0", "map", (40, 64)),
-    ],
-)
-def test_timm_normalisations(name: str, layer: str, kind: str, shape: tuple[int, int]) -> None:
-    pytest.importorskip("timm")
-    net = load_network(f"timm:{name}", num_classes=3)
-    found = by_name(list_layers(net, torch.randn(1, 3, 32, 32), granularity="all"))[layer]
-    assert (found.form, found.shape) == (kind, shape)
 
 
 class FunctionalPool(nn.Module):
@@ -221,59 +185,17 @@ def test_linear_classifier_reads_its_input() -> None:
     assert [(layer.name, layer.role) for layer in layers] == [("1:input", "penultimate"), ("1", "output")]
 
 
-def test_rejects_unknown_pattern_and_granularity() -> None:
-    net = FunctionalPool()
-    trial = torch.randn(1, 1, 8, 8)
-    assert [layer.index for layer in select_layers(list_layers(net, trial), "^shared$")] == [1]
-    with pytest.raises(UsageError, match="no layer name matches"):
-        select_layers(list_layers(net, trial), "layer9")
-    with pytest.raises(UsageError, match="regular expression"):
-        select_layers(list_layers(net, trial), "(")
-    with pytest.raises(UsageError, match="operations, blocks, all"):
-        list_layers(net, trial, granularity="fine")
-
-
-def test_reports_any_exception_of_network() -> None:
-    class Looks(FunctionalPool):
-        def forward(self, x: Tensor) -> Tensor:
-            raise KeyError("stage5")
-
-    with pytest.raises(NetworkError, match=r"shape \(1, 1, 8, 8\): KeyError: 'stage5'"):
-        list_layers(Looks(), torch.randn(1, 1, 8, 8))
-
-
-def test_rejects_wrong_input_and_output() -> None:
-    with pytest.raises(NetworkError, match=r"cannot run an input of shape \(1, 3, 8, 8\)"):
-        list_layers(FunctionalPool(), torch.randn(1, 3, 8, 8))
-    with pytest.raises(NetworkError, match="returns logits"):
-        list_layers(nn.Sequential(nn.Conv2d(1, 2, 1)), torch.randn(1, 1, 8, 8))
-
-
-def test_a_network_may_call_a_module_layers() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU())
-            self.head = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            logits: Tensor = self.head(self.layers(x).mean((2, 3)))
-            return logits
-
-    assert [layer.name for layer in list_layers(Named(), torch.randn(1, 1, 8, 8))] == ["layers.0", "head:input", "head"]
-
-
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 def test_canonical_equals_naive_loop(batch: int, channels: int, height: int, width: int) -> None:
     grid = torch.arange(batch * channels * height * width, dtype=torch.float32).reshape(batch, channels, height, width)
-    wanted = torch.empty(batch, channels, height * width)
+    expected = torch.empty(batch, channels, height * width)
     for r in range(height):
         for c in range(width):
-            wanted[:, :, r * width + c] = grid[:, :, r, c]
-    assert torch.equal(canonical(grid, "map"), wanted)
-    assert torch.equal(canonical(grid.permute(0, 2, 3, 1), "map_last"), wanted)
-    assert torch.equal(canonical(wanted.transpose(1, 2), "tokens"), wanted)
-    assert torch.equal(canonical(wanted[:, :, 0], "vector"), wanted[:, :, :1])
+            expected[:, :, r * width + c] = grid[:, :, r, c]
+    assert torch.equal(canonical(grid, "map"), expected)
+    assert torch.equal(canonical(grid.permute(0, 2, 3, 1), "map_last"), expected)
+    assert torch.equal(canonical(expected.transpose(1, 2), "tokens"), expected)
+    assert torch.equal(canonical(expected[:, :, 0], "vector"), expected[:, :, :1])
 
 
 def test_token_blocks_with_convolutions() -> None:
@@ -323,20 +245,62 @@ def test_normalisation_reveals_channel_axis(norm: nn.Module, kind: str) -> None:
 def test_layout_gives_a_map_for_four_dimensions(shape: list[int]) -> None:
     for convolves in (False, True):
         for widths in (frozenset[int](), frozenset({3, 5})):
-            assert Layout(convolves, widths, frozenset({2})).form(shape) in ("map", "map_last")
-
-
-def test_layout_by_rank() -> None:
-    layout = Layout(True, frozenset(), frozenset())
-    assert [layout.form(shape) for shape in ((2, 3), (2, 3, 4), (2,), (2, 3, 4, 5, 6))] == [
-        "vector",
-        "tokens",
-        None,
-        None,
-    ]
+            layout = Layout(convolves, widths, frozenset({2}))
+            assert [layout.form(shape[:rank]) for rank in (1, 2)] == [None, "vector"]
+            assert layout.form(shape) in ("map", "map_last")
 
 
 def test_concatenated_convolutions_are_channels_first() -> None:
     """A dense block's 256 channels are no convolution's width, its 32-pixel rows are."""
     net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32))
     assert layout_of(net, "").form((2, 256, 24, 32)) == "map"
+
+
+FORMS: dict[tuple[str, int, str], dict[str, tuple[str, tuple[int, int]]]] = {
+    ("torchvision:convnext_tiny", 32, "operations"): {
+        "features.1.0.block.0": ("map", (96, 64)), "features.1.0.block.3": ("map_last", (384, 64)),
+    },
+    ("torchvision:swin_t", 64, "all"): {
+        "features.0.0": ("map", (96, 256)), "features.0": ("map_last", (96, 256)),
+        "features.1.0.mlp.1": ("map_last", (384, 256)), "permute": ("map", (768, 4)),
+    },
+    ("timm:mambaout_femto", 32, "all"): {
+        "stages.0.blocks.0.norm": ("map_last", (48, 64)), "stages.0.blocks.0": ("map_last", (48, 64)),
+    },
+    ("timm:convnext_atto", 32, "all"): {
+        "stages.0.blocks.0.norm": ("map", (40, 64)), "stages.1.downsample.0": ("map", (40, 64)),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "size", "granularity"), FORMS)
+def test_the_axis_of_the_channels(spec: str, size: int, granularity: str) -> None:
+    pytest.importorskip(spec.partition(":")[0])
+    layers = list_layers(load_network(spec, num_classes=3), torch.randn(1, 3, size, size), granularity=granularity)
+    found = by_name(layers)
+    expected = FORMS[spec, size, granularity]
+    assert {name: (found[name].form, found[name].shape) for name in expected} == expected
+
+
+class Looks(FunctionalPool):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("stage5")
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda layers: select_layers(layers, "layer9"), "no layer name matches"),
+        (lambda layers: select_layers(layers, "("), "regular expression"),
+        (lambda _: list_layers(FunctionalPool(), TRIAL, granularity="fine"), "operations, blocks, all"),
+        (lambda _: list_layers(FunctionalPool(), TRIAL, granularity="blocks"), "no layers of granularity 'blocks'"),
+        (lambda _: list_layers(Looks(), TRIAL), r"shape \(1, 1, 8, 8\): KeyError: 'stage5'"),
+        (lambda _: list_layers(FunctionalPool(), torch.randn(1, 3, 8, 8)), r"shape \(1, 3, 8, 8\)"),
+        (lambda _: list_layers(nn.Sequential(nn.Conv2d(1, 2, 1)), TRIAL), "returns logits"),
+    ],
+)
+def test_what_cannot_be_listed_is_refused(use: Callable[[list[LayerInfo]], object], said: str) -> None:
+    layers = list_layers(FunctionalPool(), TRIAL)
+    assert [layer.index for layer in select_layers(layers, "^shared$")] == [1]
+    with pytest.raises((NetworkError, UsageError), match=said):
+        use(layers)

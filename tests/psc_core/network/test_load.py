@@ -11,56 +11,16 @@ import torch
 from torch import nn
 
 from psc_core.errors import NetworkError
-from psc_core.network import LIBRARIES, load
+from psc_core.network import load
 from psc_core.network.cut import truncate
 from psc_core.network.described import NetworkSpec
-from psc_core.network.load import (
-    BUILDERS,
-    cache_file,
-    load_network,
-    notes_of,
-    read_checked,
-    spec_of,
-    version_of,
-    write_checked,
-)
+from psc_core.network.load import cache_file, load_network, notes_of, read_checked, spec_of, version_of, write_checked
 
 HERE = __name__
 
 
-def tiny(num_classes: int, width: int = 4) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(16, width), nn.ReLU(), nn.Linear(width, num_classes))
-
-
-def test_initialisation_follows_global_seed() -> None:
-    def weight() -> torch.Tensor:
-        torch.manual_seed(5)
-        return load_network("torchvision:resnet18", num_classes=3).conv1.weight.detach()
-
-    assert torch.equal(weight(), weight())
-
-
-@pytest.mark.parametrize(
-    ("spec", "model_args", "text"),
-    [
-        ("resnet18", {}, "torchvision:NAME"),
-        ("torchvision:", {}, "torchvision:NAME"),
-        (":net", {}, "torchvision:NAME"),
-        ("torchvision:resnet19", {}, "did you mean resnet18"),
-        ("torchvision:fasterrcnn_resnet50_fpn", {}, "no classification network"),
-        ("torchvision:resnet18", {"stem": "tiny"}, "stem=small"),
-        ("torchvision:convnext_tiny", {"stem": "small"}, "ResNets and VGGs"),
-        ("torchvision:resnet18", {"depth": 3}, "rejects the model arguments"),
-        ("no.such.module:net", {}, "cannot import"),
-    ],
-)
-def test_rejects_bad_specs(spec: str, model_args: dict[str, object], text: str) -> None:
-    with pytest.raises(NetworkError, match=text):
-        load_network(spec, num_classes=3, model_args=model_args)
-
-
 def test_a_factory_that_the_caller_names_needs_no_permission() -> None:
-    net = load_network(f"{HERE}:tiny_builders", num_classes=3, model_args={"width": 5})
+    net = load_network(f"{HERE}:tiny", num_classes=3, model_args={"width": 5})
     assert net(torch.randn(2, 1, 4, 4)).shape == (2, 3)
 
 
@@ -103,13 +63,7 @@ def test_network_with_versioned_weights(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in trained.state_dict().items())
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_a_network_has_a_class(count: int) -> None:
-    with pytest.raises(NetworkError, match=f"expected num_classes of at least 1, got {count}"):
-        load_network("torchvision:resnet18", num_classes=count)
-
-
-def tiny_builders(num_classes: int, width: int = 4) -> nn.Module:
+def tiny(num_classes: int, width: int = 4) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(16, width), nn.ReLU(), nn.Linear(width, num_classes))
 
 
@@ -120,14 +74,10 @@ def not_a_network(num_classes: int) -> int:
 @pytest.mark.parametrize("size", [28, 32])
 @pytest.mark.parametrize("name", ["resnet18", "vgg11_bn", "vgg16_bn"])
 def test_small_stem_reads_small_grey_images(name: str, size: int) -> None:
+    torch.manual_seed(5)
     net = load_network(f"torchvision:{name}", num_classes=7, model_args={"stem": "small", "in_channels": 1})
     assert not net.training
     assert net(torch.randn(2, 1, size, size)).shape == (2, 7)
-
-
-def test_small_resnet_keeps_resolution() -> None:
-    net = load_network("torchvision:resnet18", num_classes=3, model_args={"stem": "small"})
-    assert net.layer1(net.maxpool(net.conv1(torch.randn(1, 3, 32, 32)))).shape == (1, 64, 32, 32)
 
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "swin_t", "mobilenet_v3_small"])
@@ -146,97 +96,12 @@ def test_small_networks_equal_benchmark_networks(ours: str, factory: str) -> Non
     assert torch.equal(net(x), trained(x))
 
 
-@pytest.mark.parametrize(
-    ("spec", "model_args", "text"),
-    [
-        (f"{HERE}:absent", {}, "cannot import"),
-        ("no_such_package.nets:net", {}, "cannot import"),
-        (
-            f"{HERE}:tiny_builders",
-            {"depth": 2},
-            r"the arguments \(num_classes, depth\): .*; name a function",
-        ),
-        (f"{HERE}:not_a_network", {}, "return an nn.Module, got int"),
-    ],
-)
-def test_rejects_bad_factories(spec: str, model_args: dict[str, object], text: str) -> None:
-    with pytest.raises(NetworkError, match=text):
-        load_network(spec, num_classes=3, model_args=model_args)
-
-
 @pytest.mark.parametrize("line", ["raise OSError('no images')", "raise SystemExit('no images')"])
 def test_says_that_a_training_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / f"script{len(line)}.py").write_text(line)
     with pytest.raises(NetworkError, match=r"importing script\d+ runs it, .*: no images; put .* below if __name__"):
         load_network(f"script{len(line)}:Net", num_classes=3)
-
-
-@pytest.mark.parametrize("spec", ["./nets.py:build", "../nets:build", "nets.py:build", "/home/me/nets.py:build"])
-def test_rejects_paths(spec: str) -> None:
-    with pytest.raises(NetworkError, match=r"expected package\.module:factory, not a path"):
-        load_network(spec, num_classes=3)
-
-
-def test_missing_timm_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(NetworkError, match=r"pip install 'psc\[timm\]'"):
-        load_network("timm:resnet18", num_classes=3)
-
-
-def test_each_of_the_libraries_has_a_builder() -> None:
-    assert tuple(BUILDERS) == LIBRARIES
-
-
-def test_timm_networks_load() -> None:
-    pytest.importorskip("timm")
-    net = load_network("timm:resnet18", num_classes=3, model_args={"in_channels": 1})
-    assert net(torch.randn(1, 1, 32, 32)).shape == (1, 3)
-    with pytest.raises(NetworkError, match="timm has no network"):
-        load_network("timm:resnet18x", num_classes=3)
-    with pytest.raises(NetworkError, match="rejects the model arguments"):
-        load_network("timm:resnet18", num_classes=3, model_args={"no_such_argument": 1})
-
-
-def install(folder: Path, version: str, *, distribution: str, code: str = "") -> None:
-    """Install a module ``standin`` by a distribution of some name."""
-    (folder / "standin").mkdir(parents=True)
-    (folder / "standin" / "__init__.py").write_text(code or f"__version__ = {version!r}")
-    info = folder / f"{distribution}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-
-
-@pytest.mark.parametrize("distribution", ["standin", "standin_gpu", "another_name"])
-@pytest.mark.parametrize("version", ["1.22.0", "2.16.0.dev20260101", "2.15.0+cu132"])
-def test_the_version_of_a_module_does_not_need_a_distribution_of_its_name(
-    distribution: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(tmp_path, version, distribution=distribution)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert version_of("standin") == version
-    sys.modules.pop("standin", None)
-
-
-def test_another_version_has_another_place_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "PACKAGES", ("standin",))
-    places = []
-    for version in ("1.0", "1.1"):
-        install(tmp_path / version, version, distribution="standin_gpu")
-        with monkeypatch.context() as at:
-            at.syspath_prepend(tmp_path / version)
-            places += [cache_file("onnx", b"network"), cache_file("onnx", b"network")]
-            sys.modules.pop("standin", None)
-    assert places[0] == places[1] != places[2] == places[3]
-
-
-@pytest.mark.parametrize("code", ["import no_such_module", "raise OSError('libcudnn.so.9: cannot open')", "pass"])
-def test_a_broken_installation_still_has_a_place(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, "1.0", distribution="standin_gpu", code=code)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(load, "PACKAGES", ("standin", "no_such_module"))
-    assert cache_file("onnx", b"network").suffix == ".onnx"
-    sys.modules.pop("standin", None)
 
 
 def test_a_cache_that_others_may_write_to_is_not_used(
@@ -260,3 +125,65 @@ def test_a_cache_that_others_may_write_to_is_not_used(
     (folder / "link.onnx").symlink_to(file)
     os.mkfifo(folder / "pipe.onnx")
     assert read_checked(folder / "link.onnx") is None and read_checked(folder / "pipe.onnx") is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "model_args", "text"),
+    [
+        *((spec, {}, "torchvision:NAME") for spec in ("resnet18", "torchvision:", ":net")),
+        ("torchvision:resnet19", {}, "did you mean resnet18"),
+        ("torchvision:fasterrcnn_resnet50_fpn", {}, "no classification network"),
+        ("torchvision:resnet18", {"stem": "tiny"}, "stem=small"),
+        ("torchvision:convnext_tiny", {"stem": "small"}, "ResNets and VGGs"),
+        ("torchvision:resnet18", {"depth": 3}, "rejects the model arguments"),
+        ("timm:resnet18x", {}, "timm has no network"),
+        ("timm:resnet18", {"no_such_argument": 1}, "rejects the model arguments"),
+        ("no.such.module:net", {}, "cannot import"),
+        (f"{HERE}:absent", {}, "cannot import"),
+        (f"{HERE}:tiny", {"depth": 2}, r"\(num_classes, depth\)"),
+        (f"{HERE}:not_a_network", {}, "return an nn.Module, got int"),
+        *((path, {}, "not a path") for path in ("./nets.py:build", "../nets:build", "nets.py:build", "/nets.py:build")),
+    ],
+)
+def test_rejects_bad_specs(spec: str, model_args: dict[str, object], text: str) -> None:
+    with pytest.raises(NetworkError, match=text):
+        load_network(spec, num_classes=3, model_args=model_args)
+    with pytest.raises(NetworkError, match="num_classes of at least 1"):
+        load_network("torchvision:resnet18", num_classes=0)
+
+
+def test_networks_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = load_network("timm:resnet18", num_classes=3, model_args={"in_channels": 1})
+    assert net(torch.randn(1, 1, 32, 32)).shape == (1, 3)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(NetworkError, match=r"pip install 'psc\[timm\]'"):
+        load_network("timm:resnet18", num_classes=3)
+
+
+def install(folder: Path, version: str, code: str) -> None:
+    """Install a module ``standin`` by a distribution of another name."""
+    (folder / "standin").mkdir(parents=True)
+    (folder / "standin" / "__init__.py").write_text(code)
+    info = folder / f"standin_gpu-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: standin_gpu\nVersion: {version}\n")
+
+
+def test_another_version_has_another_place_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "PACKAGES", ("standin", "no_such_module"))
+    places = []
+    for version in ("1.22.0", "2.16.0.dev20260101", "2.15.0+cu132"):
+        install(tmp_path / version, version, f"__version__ = {version!r}")
+        with monkeypatch.context() as at:
+            at.syspath_prepend(tmp_path / version)
+            assert version_of("standin") == version
+            assert cache_file("onnx", b"network") == cache_file("onnx", b"network")
+            places.append(cache_file("onnx", b"network"))
+            sys.modules.pop("standin", None)
+    assert len({*places}) == 3
+    for number, code in enumerate(("import no_such_module", "raise OSError('libcudnn.so.9: cannot open')", "pass")):
+        install(tmp_path / str(number), "1.0", code)
+        with monkeypatch.context() as at:
+            at.syspath_prepend(tmp_path / str(number))
+            assert cache_file("onnx", b"network").suffix == ".onnx", "a broken installation has a place too"
+            sys.modules.pop("standin", None)

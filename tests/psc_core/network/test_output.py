@@ -1,5 +1,3 @@
-"""A network's output that cannot be used is told by one image, with the lines that make it fit."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,50 +22,6 @@ class Gives(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.output(x.mean((2, 3)))
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        (
-            lambda x: x[0],
-            r"expected my:net to return a tensor of shape \(1, 3\) for one image, got \(3,\); use the labels",
-        ),
-        (lambda x: x[:, :2], r"of shape \(1, 3\) for one image, got \(1, 2\)"),
-        (lambda x: (x[:, :2], x), r"got a tuple of 2; wrap it in a module .*, as self\.net\(x\)\[1\]"),
-        (lambda x: {"colour": x[:, :2], "kind": x}, r"got a dict of colour, kind; wrap it .* self\.net\(x\)\['kind'\]"),
-        (lambda x: x.softmax(1), "expected my:net to return logits, got probabilities, .* leave out its softmax"),
-        (lambda x: None, "got a NoneType; wrap it"),
-        (lambda x: x / 0, "my:net gives NaN or infinity for an image of noise"),
-        (lambda x: nn.functional.dropout(x), "my:net: expected the same output .* is dropout always on"),
-        (lambda x: x @ x.new_zeros(9, 3), r"my:net cannot run an input of shape \(1, 3, 4, 4\): RuntimeError"),
-    ],
-)
-def test_an_output_that_cannot_be_used_is_told_by_one_image(output: Callable[[Tensor], Any], message: str) -> None:
-    torch.manual_seed(0)
-    with pytest.raises(NetworkError, match=message):
-        check_output(Gives(output), torch.randn(1, 3, 4, 4), 3, name="my:net")
-
-
-@pytest.mark.parametrize("one", [lambda x: x[:, :1], lambda x: x[:, 0]])
-def test_one_logit_for_two_classes_is_told_how_to_become_two(one: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(NetworkError, match=r"a logit for each of 2 classes, got one; .* torch\.cat"):
-        check_output(Gives(one), torch.randn(1, 3, 4, 4), 2, name="my:net")
-
-
-def test_an_error_of_the_network_itself_is_kept() -> None:
-    def refuse(x: Tensor) -> Tensor:
-        raise NetworkError("net.onnx takes batches of 3 images only")
-
-    with pytest.raises(NetworkError, match=r"^net\.onnx takes batches of 3 images only$"):
-        check_output(Gives(refuse), torch.randn(1, 3, 4, 4), 3, name="onnx:net.onnx")
-
-
-def test_a_number_without_its_axis_is_told_how_to_get_one() -> None:
-    with pytest.raises(
-        NetworkError, match=r"shape \(1, 1\) for one image, got \(1,\); keep the axis .*reshape\(-1, 1\)"
-    ):
-        check_output(Gives(lambda x: x[:, 0]), torch.randn(1, 3, 4, 4), 1, name="my:net")
 
 
 def test_an_output_of_the_right_form_is_accepted() -> None:
@@ -238,3 +192,31 @@ def test_an_image_that_cannot_be_run_is_named() -> None:
     grey = trial_images(Preprocess("RGB", 8, 8, None, (0.5,) * 3, (1.0,) * 3))
     with pytest.raises(NetworkError, match="cannot run a black image: ValueError: no edges"):
         check_images(Scaled(fail), grey, name="my:net")
+
+
+def refuse(x: Tensor) -> Tensor:
+    raise NetworkError("net.onnx takes batches of 3 images only")
+
+
+@pytest.mark.parametrize(
+    ("output", "classes", "message"),
+    [
+        (lambda x: x[0], 3, r"shape \(1, 3\) for one image, got \(3,\)"),
+        (lambda x: x[:, :2], 3, r"shape \(1, 3\) for one image, got \(1, 2\)"),
+        (lambda x: (x[:, :2], x), 3, r"a tuple of 2; .*self\.net\(x\)\[1\]"),
+        (lambda x: {"colour": x[:, :2], "kind": x}, 3, r"a dict of colour, kind; .* self\.net\(x\)\['kind'\]"),
+        (lambda x: x.softmax(1), 3, "got probabilities"),
+        (lambda x: None, 3, "got a NoneType"),
+        (lambda x: x / 0, 3, "NaN or infinity"),
+        (lambda x: nn.functional.dropout(x), 3, "dropout"),
+        (lambda x: x @ x.new_zeros(9, 3), 3, r"an input of shape \(1, 3, 4, 4\): RuntimeError"),
+        (lambda x: x[:, :1], 2, r"torch\.cat"),
+        (lambda x: x[:, 0], 2, r"torch\.cat"),
+        (lambda x: x[:, 0], 1, r"reshape\(-1, 1\)"),
+        (refuse, 3, r"^net\.onnx takes batches of 3 images only$"),
+    ],
+)
+def test_an_output_that_cannot_be_used_is_told(output: Callable[[Tensor], Any], classes: int, message: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(NetworkError, match=message):
+        check_output(Gives(output), torch.randn(1, 3, 4, 4), classes, name="my:net")

@@ -6,10 +6,8 @@ import io
 import json
 import os
 import pickle
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,31 +35,19 @@ def are_equal(tensors: Any, expected: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("name", ["net.pth", "net.pt", "model.bin", "last.ckpt", "best.pth.tar"])
 @pytest.mark.parametrize("write", [save_file, torch.save, older])
-def test_the_content_tells_the_format_of_any_suffix(
-    tmp_path: Path, name: str, write: Callable[[object, Path], None]
-) -> None:
+def test_the_content_tells_the_format(tmp_path: Path, name: str, write: Callable[[object, Path], None]) -> None:
     write(TENSORS, tmp_path / name)
     assert are_equal(read_checkpoint(tmp_path / name), TENSORS)
     assert files_of(tmp_path / name) == [tmp_path / name]
 
 
-@dataclass
-class Settings:
-    """A class that no reader knows."""
-
-    depth: int
+class Ordered(OrderedDict[str, Any]): ...
 
 
-class Ordered(OrderedDict[str, Any]):
-    """A dictionary as frameworks derive it."""
+class Plain(dict[Any, Any]): ...
 
 
-class Plain(dict[Any, Any]):
-    """Another."""
-
-
-class Listed(list[Any]):
-    """A list as frameworks derive it."""
+class Listed(list[Any]): ...
 
 
 def training_state() -> dict[str, Any]:
@@ -106,9 +92,7 @@ def test_what_a_training_loop_keeps_does_no_harm(tmp_path: Path, write: Callable
 
 @pytest.mark.parametrize("write", [torch.save, older])
 @pytest.mark.parametrize("kind", [Ordered, Plain, partial(defaultdict, list)])
-def test_weights_in_any_kind_of_dictionary(
-    tmp_path: Path, kind: Callable[[Any], Any], write: Callable[[object, Path], None]
-) -> None:
+def test_any_dictionary(tmp_path: Path, kind: Callable[[Any], Any], write: Callable[[object, Path], None]) -> None:
     for content in (kind(TENSORS), {"state_dict": kind(TENSORS)}):
         write(content, tmp_path / "net.pth")
         held = read_checkpoint(tmp_path / "net.pth")
@@ -117,22 +101,6 @@ def test_weights_in_any_kind_of_dictionary(
     state._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]  # as that of a network
     write(state, tmp_path / "net.pth")
     assert are_equal(read_checkpoint(tmp_path / "net.pth"), TENSORS)
-
-
-def test_objects_of_other_classes_are_skipped(tmp_path: Path) -> None:
-    beside = {
-        "args": argparse.Namespace(lr=0.1, out=Path("x")),
-        "best": np.float64(0.9),
-        "history": np.ones(3),
-        "settings": [Settings(1), Settings(2)],
-        "schedule": partial(torch.optim.SGD, lr=0.1),
-        "epoch": 3,
-    }
-    torch.save({"state_dict": TENSORS, **beside}, tmp_path / "net.pth")
-    held = read_checkpoint(tmp_path / "net.pth")
-    assert are_equal(held["state_dict"], TENSORS) and held["epoch"] == 3
-    assert held.keys() == {"state_dict", *beside} and not is_whole_network(held)
-    assert not hasattr(held["args"], "lr") and not isinstance(held["best"], float)
 
 
 class Command:
@@ -145,29 +113,7 @@ class Command:
         return self.call
 
 
-@pytest.mark.parametrize("write", [torch.save, older])
-@pytest.mark.parametrize("run", [os.system, eval, exec, os.mkdir, getattr])
-def test_nothing_is_run(tmp_path: Path, write: Callable[[object, Path], None], run: Callable[..., object]) -> None:
-    mark = tmp_path / "mark"
-    args: dict[Any, tuple[object, ...]] = {
-        os.system: (f"touch {mark}",), os.mkdir: (str(mark),), getattr: (os, "getcwd")
-    }  # fmt: skip
-    if run is not getattr:
-        write(
-            {"net": TENSORS, "more": Command(run, *args.get(run, (f"open({str(mark)!r}, 'w')",)))}, tmp_path / "net.pth"
-        )
-    else:
-        write({"net": TENSORS, "more": Command(run, "text", "upper")}, tmp_path / "net.pth")
-    try:
-        held = read_checkpoint(tmp_path / "net.pth")
-        assert type(held["more"]).__name__ == "StandIn"
-    except NetworkError as error:
-        assert "only if you trust it" in str(error) and len(str(error)) < 500
-    assert not mark.exists()
-
-
-RUN: list[str] = []
-"""What ran since it was cleared."""
+RUN: list[str] = []  # what ran since it was cleared
 
 
 def recorded(name: str, *_: object) -> Any:
@@ -250,18 +196,6 @@ def test_nothing_that_a_file_names_is_run(beside: Any, write: Callable[[object, 
     assert RUN == []
 
 
-def test_a_network_that_was_saved_whole_is_told(tmp_path: Path) -> None:
-    net = nn.Sequential(nn.Linear(2, 2))
-    torch.save(net, tmp_path / "net.pth")
-    assert is_whole_network(read_checkpoint(tmp_path / "net.pth"))
-    older(net, tmp_path / "net.pth")
-    with pytest.raises(
-        NetworkError, match=r"a whole network or other objects \(torch.nn.*\), .*weights_only=False\); safetensors"
-    ) as caught:
-        read_checkpoint(tmp_path / "net.pth")
-    assert "\n" not in str(caught.value)
-
-
 def test_the_lines_that_convert_a_network_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     net = nn.Sequential(nn.Linear(2, 2))
@@ -271,13 +205,6 @@ def test_the_lines_that_convert_a_network_work(tmp_path: Path, monkeypatch: pyte
     assert are_equal(read_checkpoint(Path("net.safetensors")), net.state_dict())
 
 
-def test_too_many_classes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "MAX_CLASSES", 1)
-    torch.save({"a": Settings(1), "b": Path("x")}, tmp_path / "net.pth")
-    with pytest.raises(NetworkError, match="objects of 2 classes"):
-        read_checkpoint(tmp_path / "net.pth")
-
-
 def archive(path: Path, names: list[str], *, packed: bool = False, size: int = 10) -> Path:
     with ZipFile(path, "w", **({"compression": ZIP_DEFLATED} if packed else {})) as file:
         for name in names:
@@ -285,57 +212,21 @@ def archive(path: Path, names: list[str], *, packed: bool = False, size: int = 1
     return path
 
 
-def test_rejects_other_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, pickled = tmp_path / "net.pt", ["net/data.pkl", "net/version"]
-    cases = {
-        "a TorchScript archive, .*torch.jit.load": lambda: archive(path, [*pickled, "net/constants.pkl"]),
-        "a zip archive, but not one of torch.save": lambda: archive(path, ["word/document.xml"]),
-        "packed, which torch.save does not do": lambda: archive(path, pickled, packed=True, size=50 << 20),
-        "more than 100 bytes beside its tensors": lambda: archive(path, pickled, size=101),
-    }
-    monkeypatch.setattr(checkpoints, "MAX_TEXT", 100)
-    for message, write in cases.items():
-        write()
-        with pytest.raises(NetworkError, match=message):
-            read_checkpoint(path)
-
-
 def test_rejects_what_is_no_regular_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     os.mkfifo(tmp_path / "pipe")
-    kinds = {
-        "folder": "is a folder",
-        "zero": "not a regular file",
-        "pipe": "not a regular file",
-        "loop": "no file",
-        "no": "no file",
-    }
-    for name, message in kinds.items():
+    for name in ("folder", "zero", "pipe", "loop", "no"):
         for file in (tmp_path / name, index(tmp_path, {"a": name})):
-            with pytest.raises(NetworkError, match=f"{message}.*safetensors, .pth, .pt, .bin, .ckpt"):
+            with pytest.raises(NetworkError, match=r"is a folder|not a regular file|no file"):
                 read_checkpoint(file)
-
-
-def test_rejects_other_content(tmp_path: Path) -> None:
-    raw, path = pickle.dumps({"a": 1}), tmp_path / "net.ckpt"
-    for content in (
-        b"",
-        b"PK",
-        b"\x89HDF\r\n\x1a\n" + bytes(100),
-        raw,
-        b"{}",
-        b"version https://git-lfs.github.com/spec/v1",
-    ):
-        path.write_bytes(content)
-        with pytest.raises(
-            NetworkError, match=r"net\.ckpt (is|holds) (damaged|empty|HDF5|a pickle|JSON|a pointer of Git LFS)"
-        ):
-            read_checkpoint(path)
-
-
-# Several files by an index
+    reading, writing = os.pipe()
+    try:
+        with pytest.raises(NetworkError, match="not a regular file"):
+            read_checkpoint(Path(f"/dev/fd/{reading}"))
+    finally:
+        os.close(reading), os.close(writing)
 
 
 def index(folder: Path, files: object, name: str = "model.safetensors.index.json") -> Path:
@@ -367,28 +258,31 @@ def test_rejects_an_index_of_files_elsewhere_or_without_its_tensors(tmp_path: Pa
         with pytest.raises(NetworkError, match="which is not beside it; copy the whole folder") as caught:
             read_checkpoint(index(tmp_path, {"count": name}))
         assert len(str(caught.value)) < 500
-    with pytest.raises(
-        NetworkError, match=r"net\.safetensors lacks b, which model\.safetensors\.index\.json looks for"
-    ):
+    with pytest.raises(NetworkError, match=r"net\.safetensors lacks b"):
         read_checkpoint(index(tmp_path, {"a.bias": "net.safetensors", "b": "net.safetensors"}))
     for name in ("a\0b", ".."):
         with pytest.raises(NetworkError, match=r"no file of weights|is a folder"):
             read_checkpoint(index(tmp_path, {"count": name}))
 
 
-def test_rejects_other_indices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors.index.json"
     for text in (b"", b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}', b"\xff", b"[" * 100_000):
         path.write_bytes(text)
         for read in (read_checkpoint, files_of):
             with pytest.raises(NetworkError, match=r"index\.json (is damaged|has no weight_map)"):
                 read(path)
-    monkeypatch.setattr(checkpoints, "MAX_TEXT", 1)
-    with pytest.raises(NetworkError, match="an index of at most 1 bytes"):
-        read_checkpoint(path)
-
-
-# Damage
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "MAX_TEXT", 1)
+        with pytest.raises(NetworkError, match="an index of at most 1 bytes"):
+            read_checkpoint(path)
+    monkeypatch.setattr(checkpoints, "MAX_CLASSES", 1)
+    torch.save({"a": Foreign(), "b": Path("x")}, tmp_path / "net.pth")
+    with pytest.raises(NetworkError, match="objects of 2 classes"):
+        read_checkpoint(tmp_path / "net.pth")
+    (tmp_path / "net.onnx").write_bytes(b"\x08\x08\x12\x00" * 16)
+    with pytest.raises(NetworkError, match=r"give --model onnx:\S+net\.onnx"):
+        read_checkpoint(tmp_path / "net.onnx")
 
 
 def held_or_refused(path: Path) -> None:
@@ -417,9 +311,7 @@ FLIPS = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255
 
 @pytest.mark.parametrize("name", [*WRITTEN, "model.safetensors.index.json"])
 @given(flips=FLIPS, kept=st.one_of(st.just(1.0), st.floats(0, 1)))
-def test_damaged_files_are_read_or_refused(
-    written: Path, name: str, flips: list[tuple[float, int]], kept: float
-) -> None:
+def test_damaged_files(written: Path, name: str, flips: list[tuple[float, int]], kept: float) -> None:
     content = (written / name).read_bytes()
     damaged = bytearray(content)
     for where, byte in flips:
@@ -463,25 +355,8 @@ def test_claims_take_no_memory(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path / "net.pth")["a"].shape == (1 << 40,)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="links to descriptors")
-def test_reads_no_descriptor(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    try:
-        with pytest.raises(NetworkError, match="not a regular file"):
-            read_checkpoint(Path(f"/dev/fd/{reading}"))
-    finally:
-        os.close(reading)
-        os.close(writing)
-
-
-def test_an_onnx_file_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "net.onnx").write_bytes(b"\x08\x08\x12\x00" * 16)
-    with pytest.raises(NetworkError, match=r"net\.onnx holds a network, .* give --model onnx:\S+net\.onnx"):
-        read_checkpoint(tmp_path / "net.onnx")
-
-
 class Foreign:
-    """Stands for a class of the program that trained."""
+    """A class of the program that trained."""
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
@@ -534,14 +409,6 @@ def test_what_is_no_checkpoint_is_named_with_its_cure(tmp_path: Path, content: b
     assert cure in str(raised.value) and "damaged" not in str(raised.value)
 
 
-def test_the_content_counts_and_not_the_suffix(tmp_path: Path) -> None:
-    state = {"a.weight": torch.arange(3.0)}
-    torch.save(state, tmp_path / "of_torch.safetensors")
-    save_file(state, tmp_path / "of_safetensors.pth")
-    for name in ("of_torch.safetensors", "of_safetensors.pth"):
-        assert torch.equal(read_checkpoint(tmp_path / name)["a.weight"], state["a.weight"])
-
-
 def network(num_classes: int = 3) -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, num_classes))
 
@@ -560,78 +427,10 @@ def read(checkpoint: object, folder: Path) -> Weights:
     return read_weights(folder / "net.pth", network().state_dict())
 
 
-def are_equal_weights(tensors: Any, expected: dict[str, Tensor]) -> bool:
-    return tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
-
-
-FOUND = {
-    "as it is": (state(), ()),
-    "timm": ({"state_dict": state(), "metric": 0.9}, ('found under "state_dict" of net.pth',)),
-    "twice nested": ({"epoch": 1, "model": {"net": state()}}, ('found under "model.net" of net.pth',)),
-    "several GPUs": (prefixed("module.", state()), ('removed the prefix "module."',)),
-    "compiled": (
-        {"model_state_dict": prefixed("module._orig_mod.", state())},
-        ('found under "model_state_dict" of net.pth', 'removed the prefix "module._orig_mod."'),
-    ),
-    "Lightning": (
-        {
-            "state_dict": {**prefixed("model.", state()), "criterion.weight": torch.ones(2)},
-            "pytorch-lightning_version": "2.5",
-            "hyper_parameters": {"lr": 0.1},
-            "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(2)}}}],
-        },
-        (
-            'found under "state_dict" of net.pth',
-            'removed the prefix "model."',
-            "ignored 1 other tensor (criterion.weight)",
-        ),
-    ),
-    "moving averages beside": (
-        {"state_dict_ema": state(1), "state_dict": state(), "ema": state(2)},
-        ('found under "state_dict" of net.pth', 'not used: "state_dict_ema", "ema"'),
-    ),
-    "moving averages alone": ({"model_ema": state()}, ('found under "model_ema" of net.pth',)),
-    "averages among the names": (
-        {"net": {**prefixed("ema_model.", state(1)), **prefixed("model.", state())}},
-        (
-            'found under "net" of net.pth',
-            'removed the prefix "model."',
-            'not used: "ema_model." in "net"',
-            "ignored 9 other tensors (ema_model.0.weight, ema_model.0.bias, ema_model.1.weight, …)",
-        ),
-    ),
-    "averages inside": (
-        {**state(), **prefixed("ema.", state(1))},
-        ('not used: "ema."', "ignored 9 other tensors (ema.0.weight, ema.0.bias, ema.1.weight, …)"),
-    ),
-    "averaged by PyTorch": (
-        {"n_averaged": torch.tensor(9), **prefixed("module.", state())},
-        ('removed the prefix "module."', "ignored 1 other tensor (n_averaged)"),
-    ),
-    "parameters": ({name: nn.Parameter(part, requires_grad=False) for name, part in state().items()}, ()),
-}
-
-
-@pytest.mark.parametrize("case", FOUND)
-def test_finds_the_tensors(case: str, tmp_path: Path) -> None:
-    checkpoint, notes = FOUND[case]
-    weights = read(checkpoint, tmp_path)
-    assert are_equal_weights(weights.tensors, state())
-    assert weights.notes == notes
-    net = network()
-    load_weights(net, weights.tensors, num_classes=3, origin=weights.origin)
-    assert are_equal_weights(net.state_dict(), state())
-
-
 @given(parts=st.lists(st.sampled_from(["module", "_orig_mod", "net", "model", "backbone", "0", "bn"]), max_size=6))
 def test_any_prefix_is_removed(parts: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
     weights = read(prefixed("".join(f"{part}." for part in parts), state()), tmp_path_factory.getbasetemp())
-    assert are_equal_weights(weights.tensors, state())
-
-
-def test_one_dictionary_by_two_names_is_read_once(tmp_path: Path) -> None:
-    tensors = state()
-    assert read({"model": tensors, "state_dict": tensors}, tmp_path).notes == ('found under "model" of net.pth',)
+    assert are_equal(weights.tensors, state())
 
 
 def test_says_what_is_converted(tmp_path: Path) -> None:
@@ -687,16 +486,6 @@ def test_whole_numbers_are_not_filled_from_floats() -> None:
         load_weights(net, {**given, "index": torch.tensor([0.5, 1.7])}, num_classes=2, origin="net.pth")
 
 
-def test_a_larger_network_of_the_same_names_does_not_fit(tmp_path: Path) -> None:
-    """As ResNet-34's for ResNet-18: what lies behind the prefix has to be the network's, all of it."""
-    weights = read({"net": prefixed("module.", {**state(), "4.weight": torch.zeros(2)})}, tmp_path)
-    origin = r'net\.pth \(found under "net" of net\.pth; removed the prefix "module\."\)'
-    with pytest.raises(
-        NetworkError, match=rf"{origin} does not fit the network: 0 missing, 1 unexpected \(4\.weight\)"
-    ):
-        load_weights(network(), weights.tensors, num_classes=3, origin=weights.origin)
-
-
 def test_rejects_what_has_no_tensors_by_name(tmp_path: Path) -> None:
     for checkpoint in ({"epoch": 1}, [state()], torch.zeros(2), {"a": {"b": {"c": state()}}}, {1: torch.zeros(2)}):
         with pytest.raises(NetworkError, match=r"net\.pth holds no tensors by name"):
@@ -713,8 +502,69 @@ def test_one_of_several_files_is_told(tmp_path: Path) -> None:
 
 
 def test_rejects_a_whole_network(tmp_path: Path) -> None:
+    torch.save(network(), tmp_path / "net.pth")
+    assert is_whole_network(read_checkpoint(tmp_path / "net.pth"))
+    older(network(), tmp_path / "net.pth")
+    with pytest.raises(NetworkError, match=r"weights_only=False\)"):
+        read_checkpoint(tmp_path / "net.pth")
     for checkpoint in (network(), {"model": network(), "anchors": torch.ones(2)}):
         with pytest.raises(NetworkError) as caught:
             read(checkpoint, tmp_path)
         assert 'net = torch.load("net.pth", weights_only=False); safetensors.torch.save_file(' in str(caught.value)
     assert read({"model": network(), "state_dict": state()}, tmp_path).notes == ('found under "state_dict" of net.pth',)
+
+
+def test_rejects_other_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, pickled = tmp_path / "net.pt", ["net/data.pkl", "net/version"]
+    monkeypatch.setattr(checkpoints, "MAX_TEXT", 100)
+    for names, options, message in (
+        ([*pickled, "net/constants.pkl"], {}, "torch.jit.load"),
+        (["word/document.xml"], {}, "not one of torch.save"),
+        (pickled, {"packed": True, "size": 50 << 20}, "packed"),
+        (pickled, {"size": 101}, "more than 100 bytes"),
+    ):
+        archive(path, names, **options)
+        with pytest.raises(NetworkError, match=message):
+            read_checkpoint(path)
+
+
+FOUND: dict[str, Any] = {
+    "as it is": state(),
+    "timm": {"state_dict": state(), "metric": 0.9},
+    "twice nested": {"epoch": 1, "model": {"net": state()}},
+    "several GPUs": prefixed("module.", state()),
+    "compiled": {"model_state_dict": prefixed("module._orig_mod.", state())},
+    "Lightning": {
+        "state_dict": {**prefixed("model.", state()), "criterion.weight": torch.ones(2)},
+        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(2)}}}],
+    },
+    "moving averages beside": {"state_dict_ema": state(1), "state_dict": state(), "ema": state(2)},
+    "moving averages alone": {"model_ema": state()},
+    "averages among the names": {"net": {**prefixed("ema_model.", state(1)), **prefixed("model.", state())}},
+    "averages inside": {**state(), **prefixed("ema.", state(1))},
+    "averaged by PyTorch": {"n_averaged": torch.tensor(9), **prefixed("module.", state())},
+    "parameters": {name: nn.Parameter(part, requires_grad=False) for name, part in state().items()},
+    "by two names": dict.fromkeys(("model", "state_dict"), state()),
+}
+
+
+NOTES = {
+    "as it is": (),
+    "Lightning": (
+        'found under "state_dict" of net.pth',
+        'removed the prefix "model."',
+        "ignored 1 other tensor (criterion.weight)",
+    ),
+    "moving averages beside": ('found under "state_dict" of net.pth', 'not used: "state_dict_ema", "ema"'),
+    "by two names": ('found under "model" of net.pth',),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_finds_the_tensors(case: str, tmp_path: Path) -> None:
+    weights = read(FOUND[case], tmp_path)
+    assert are_equal(weights.tensors, state())
+    assert weights.notes == NOTES.get(case, weights.notes)
+    net = network()
+    load_weights(net, weights.tensors, num_classes=3, origin=weights.origin)
+    assert are_equal(net.state_dict(), state())

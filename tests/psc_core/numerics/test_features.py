@@ -1,5 +1,3 @@
-"""A feature matrix in a file equals one in memory, for everything that is fitted to it."""
-
 from __future__ import annotations
 
 import tempfile
@@ -17,7 +15,7 @@ from psc_core import features
 from psc_core.data.cache import Scratch
 from psc_core.density import DENSITIES, Examples, fit_density
 from psc_core.features import FeatureMatrix, as_matrix, blocks, side_by_side, usable
-from psc_core.heads import sngp
+from psc_core.heads import sngp, softmax
 from psc_core.tasks.classification import Classification
 from tests.psc_core.heads.classifiers import fit_head
 
@@ -44,18 +42,6 @@ def test_matrices_side_by_side(tmp_path: Path) -> None:
     for rows in (slice(3, 9), torch.tensor([5, 1, 200])):
         assert torch.equal(joined[rows], expected[rows])
     assert torch.equal(torch.cat([block for _, block in blocks(joined)]), expected)
-
-
-def test_file_reads_back_what_was_written(tmp_path: Path) -> None:
-    values, _ = sample()
-    stored = in_file(values, tmp_path)
-    assert stored.shape == tuple(values.shape) and len(stored) == len(values)
-    assert torch.equal(stored[:], values)
-    assert torch.equal(stored[::7], values[::7])
-    picked = torch.tensor([5, 1, 1, 200])
-    assert torch.equal(stored.take(picked)[1:], values[picked[1:]])
-    doubled = stored.map(lambda part: 2 * part.double(), 5, torch.float64)
-    assert torch.equal(doubled.take(picked)[torch.tensor([0])], 2 * values[5:6].double())
 
 
 @given(st.integers(1, 20), st.integers(1, 5), st.lists(st.sampled_from(["map", "take", "to"]), max_size=4), SEEDS)
@@ -112,6 +98,7 @@ def test_density_fitted_from_file_equals_memory(kind: str, tmp_path: Path, monke
 @pytest.mark.parametrize("kind", sorted(Classification.heads))
 def test_head_fitted_from_file_equals_memory(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sngp, "FEATURES", 32)
+    monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1e2, 1.0))
     values, labels = sample()
     val = values[:60], labels[:60]
     expected = fit_head(values, labels, *val, num_classes=3, kind=kind)

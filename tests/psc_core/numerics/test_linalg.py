@@ -7,7 +7,7 @@ from threading import Barrier
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import r2_score
 from torch import Tensor
@@ -27,7 +27,6 @@ def covariance(rows: int, columns: int, seed: int, scale: float = 1.0) -> torch.
     return x.T @ x / rows
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 12), SEEDS)
 def test_eigh_reconstructs_matrix_with_descending_values(rows: int, columns: int, seed: int) -> None:
     c = covariance(rows, columns, seed)
@@ -55,17 +54,6 @@ def test_eigh_falls_back_to_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     values, vectors = linalg.eigh(c)
     torch.testing.assert_close((vectors * values) @ vectors.T, c)
     assert len(calls) == 2
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 8), SEEDS)
-def test_inverse_root_of_regular_matrix_is_exact(columns: int, seed: int) -> None:
-    c = covariance(20 * columns, columns, seed)
-    inverse = linalg.inverse_root(c)
-    torch.testing.assert_close(inverse.root @ c @ inverse.root, torch.eye(columns, dtype=torch.float64))
-    torch.testing.assert_close(inverse.root, inverse.root.T)
-    assert inverse.log_det == pytest.approx(torch.logdet(c).item(), rel=1e-9)
-    assert (inverse.n_clamped, inverse.largest_increase) == (0, 0.0)
 
 
 def test_inverse_root_clamps_to_the_floor() -> None:
@@ -98,18 +86,6 @@ def test_chunked_sums_equal_naive_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(linalg.scatter_about(x, mean).numpy(), expected, rtol=1e-12, atol=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 10), st.integers(1, 30), SEEDS, st.sampled_from([1e-6, 1.0, 1e6]))
-def test_oas_keeps_trace_and_never_worsens_condition(columns: int, rows: int, seed: int, scale: float) -> None:
-    c = covariance(rows, columns, seed, scale)
-    shrunk, rho = linalg.oas_shrinkage(c, rows)
-    assert 0 <= rho <= 1
-    assert shrunk.trace().item() == pytest.approx(c.trace().item(), rel=1e-9)
-    before, after = linalg.eigh(c).values, linalg.eigh(shrunk).values
-    assert after[-1] >= before[-1] - 1e-9 * before[0]
-    assert after[0] <= before[0] * (1 + 1e-9)
-
-
 @given(st.integers(1, 8), st.integers(1, 20), SEEDS)
 def test_oas_equals_naive_formula(columns: int, rows: int, seed: int) -> None:
     c = covariance(rows, columns, seed)
@@ -119,11 +95,7 @@ def test_oas_equals_naive_formula(columns: int, rows: int, seed: int) -> None:
     np.testing.assert_allclose(shrunk.numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_oas_hand_computed() -> None:
-    c = torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))
-    shrunk, rho = linalg.oas_shrinkage(c, 15)
-    assert rho == pytest.approx(16 / (15 * 2))  # (0 · 10 + 16) / ((15 + 1 − 1)(10 − 8))
-    torch.testing.assert_close(shrunk, (1 - rho) * c + rho * 2 * torch.eye(2, dtype=torch.float64))
+def test_oas_of_equal_variances_is_whole() -> None:
     same, whole = linalg.oas_shrinkage(torch.eye(3, dtype=torch.float64), 5)
     assert whole == 1.0
     torch.testing.assert_close(same, torch.eye(3, dtype=torch.float64))

@@ -1,59 +1,46 @@
-"""What a report keeps comes back as it was, or with one clear error."""
+"""What a report keeps is what was served, and comes back as it was or with one clear error."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from psc_core import PRESETS, metrics, open_dataset
+from psc_core.data.dataset import split_validation
 from psc_core.errors import BundleError
-from psc_core.report.content import FILE, Content
+from psc_core.model import PSC, PSCRegressor
+from psc_core.report.content import FILE, Content, Role
+from psc_core.report.regression import RegressionSet
 from psc_core.tasks import TASKS
+from tests.conftest import TinyJob
 from tests.psc_core.report.support import content, value_content
 
 
-def test_comes_back_as_it_was(tmp_path: Path) -> None:
-    kept = content()
-    kept.save(tmp_path)
-    back = Content.load(tmp_path, TASKS["classification"])
-    assert back.version == kept.version
-    assert [(images.name, images.role) for images in back.sets] == [(each.name, each.role) for each in kept.sets]
-    for got, expected in zip(back.sets, kept.sets, strict=True):
-        assert got.quality == expected.quality
-        for name in ("ood_score", "entropy", "predicted", "labels"):
-            assert torch.equal(getattr(got, name), getattr(expected, name))
-        assert {name: values.tolist() for name, values in got.correct.items()} == {
-            name: values.tolist() for name, values in expected.correct.items()
-        }
-    assert back.pictures[0].why == "most typical" and back.pictures[0].pixels.shape == (1, 4, 5)
-    assert torch.equal(back.sizes["nc4"], kept.sizes["nc4"])
-
-
-def test_numbers_of_a_regression_come_back_as_they_were(tmp_path: Path) -> None:
-    kept = value_content()
+@pytest.mark.parametrize("task", TASKS)
+def test_comes_back_as_it_was(tmp_path: Path, task: str) -> None:
+    kept = content() if task == "classification" else value_content()
     groups = {"near": torch.tensor([0, 2]), "far": torch.tensor([1])}
-    kept = replace(kept, sets=(*kept.sets[:2], replace(kept.sets[2], groups=groups)))
+    pictures = (*kept.pictures, *(replace(each, why="most unusual") for each in kept.pictures))
+    kept = replace(kept, pictures=pictures, sets=(*kept.sets[:2], replace(kept.sets[2], groups=groups)))
     kept.save(tmp_path)
-    back = Content.load(tmp_path, TASKS["regression"]).sets
-    for got, expected in zip(back, kept.sets, strict=True):
-        assert type(got) is type(expected) and (got.name, got.role) == (expected.name, expected.role)
-        assert got.quality == expected.quality
-        for name in ("ood_score", "mean", "deviation", "values"):
-            assert torch.equal(getattr(got, name), getattr(expected, name))
-    assert {name: positions.tolist() for name, positions in back[2].groups.items()} == {"near": [0, 2], "far": [1]}
+    back = Content.load(tmp_path, TASKS[task])
+    assert back.version == kept.version
+    assert plain(back.sizes) == plain(kept.sizes)
+    for got, expected in zip((*back.sets, *back.pictures), (*kept.sets, *kept.pictures), strict=True):
+        assert type(got) is type(expected) and plain(vars(got)) == plain(vars(expected))
 
 
-def test_an_image_may_be_shown_for_two_reasons(tmp_path: Path) -> None:
-    kept = content()
-    other = replace(kept.pictures[0], why="most unusual")
-    replace(kept, pictures=(kept.pictures[0], other)).save(tmp_path)
-    assert [picture.why for picture in Content.load(tmp_path, TASKS["classification"]).pictures] == [
-        "most typical",
-        "most unusual",
-    ]
+def plain(value: Any) -> Any:
+    """Tensors as lists, in mappings too."""
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def test_a_test_comes_behind_its_fit() -> None:
@@ -66,8 +53,11 @@ def test_a_test_comes_behind_its_fit() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_file_that_is_missing_or_damaged(tmp_path: Path, task: str) -> None:
+def test_a_file_that_is_missing_damaged_or_of_another_task(tmp_path: Path, task: str) -> None:
     with pytest.raises(BundleError, match="--no-report"):
+        Content.load(tmp_path, TASKS[task])
+    (value_content() if task == "classification" else content()).save(tmp_path)
+    with pytest.raises(BundleError, match="is damaged"):
         Content.load(tmp_path, TASKS[task])
     (tmp_path / FILE).write_bytes(b"no tensors")
     with pytest.raises(BundleError, match="is damaged"):
@@ -78,7 +68,44 @@ def test_a_file_that_is_missing_or_damaged(tmp_path: Path, task: str) -> None:
             Content.load(tmp_path, TASKS[task])
 
 
-def test_content_of_another_task_is_damaged(tmp_path: Path) -> None:
-    content().save(tmp_path)
-    with pytest.raises(BundleError, match="is damaged"):
-        Content.load(tmp_path, TASKS["regression"])
+def test_a_fit_keeps_what_it_served(tiny_bundle: Path, data_root: Path) -> None:
+    kept = Content.load(tiny_bundle, TASKS["classification"])
+    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    assert kept.version == psc.version
+    roles = {images.name: images.role for images in kept.sets}
+    assert roles["training"] is Role.TRAINING and roles["validation"] is Role.VALIDATION
+    assert {name for name, role in roles.items() if role is Role.SYNTHETIC} >= {"turned", "binary", "framed"}
+    val = open_dataset(f"dirty-mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+    _, calibration_split = split_validation(val, 0)
+    validation = next(images for images in kept.sets if images.name == "validation")
+    prediction = psc.predict(torch.cat([batch.images for batch in calibration_split.batches(64)]))
+    assert torch.allclose(validation.ood_score, torch.as_tensor(prediction.ood_score).float(), atol=1e-4)
+    assert validation.predicted.tolist() == prediction.probabilities.argmax(1).tolist()
+    assert set(validation.quality) == {"psc", "original"}
+    assert set(validation.groups) == {"mnist", "ambiguous-mnist"}
+    assert kept.sizes["nc4"].ndim == 2
+
+
+def test_a_fit_keeps_the_numbers_that_it_served(angle_job: TinyJob, angle_bundle: Path, data_root: Path) -> None:
+    kept = Content.load(angle_bundle, TASKS["regression"])
+    assert {images.role for images in kept.sets} == {Role.TRAINING, Role.VALIDATION, Role.SYNTHETIC}
+    assert kept.pictures == () and all(isinstance(images, RegressionSet) for images in kept.sets)
+    model = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    val = open_dataset(f"rotated-mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+    _, calibration_split = split_validation(val, 0)
+    images = torch.cat([batch.images for batch in calibration_split.batches(64)])
+    prediction, values = model.predict(images), calibration_split.values
+    validation = next(each for each in kept.sets if each.name == "validation")
+    assert isinstance(validation, RegressionSet) and values is not None
+    assert torch.equal(validation.values, values)
+    assert torch.allclose(validation.mean, prediction.mean, atol=1e-3)
+    assert torch.allclose(validation.deviation, torch.hypot(prediction.aleatoric, prediction.epistemic), rtol=1e-4)
+    assert torch.allclose(validation.ood_score, prediction.ood_score, atol=1e-4)
+    with torch.no_grad():
+        own = angle_job.net(val.preprocess.standardise(images))[:, 0]
+    assert validation.quality["original"] == {"rmse": pytest.approx(metrics.rmse(own, values), rel=1e-4)}
+    assert validation.quality["psc"]["crps"] == pytest.approx(model.report["metrics"]["crps"], rel=1e-4)
+    (turned,) = (each for each in kept.sets if each.name == "turned")
+    assert (
+        isinstance(turned, RegressionSet) and len(turned.mean) == 75 and len(turned.values) == 0 == len(turned.quality)
+    )

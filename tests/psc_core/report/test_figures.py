@@ -9,9 +9,8 @@ import torch
 from psc_core.bundle import read_bundle
 from psc_core.collapse import CollapseReport, LayerCollapse, LinearFit, NearestMean
 from psc_core.report import page as figures
-from psc_core.report.classification import ClassificationSet
 from psc_core.report.content import Content, Role, facts_of
-from tests.psc_core.report.support import NONE, image_set
+from tests.psc_core.report.support import image_set
 
 
 def test_sizes_of_which_one_is_fixed_are_lines() -> None:
@@ -41,17 +40,6 @@ def test_scores_say_how_much_lies_above_the_limit() -> None:
     drawn = figures.scores(sets, "ood_score", "OOD score", 1.5)
     assert drawn is not None
     assert [text.get_text() for text in drawn.axes[0].texts] == ["50.0% above", "50.0% above"]
-    assert [label.get_text() for label in drawn.axes[0].get_yticklabels()] == ["validation", "odd"]
-
-
-def test_groups_are_drawn_apart() -> None:
-    whole = image_set("validation", Role.VALIDATION, [0.0, 1.0, 2.0])
-    groups = {"clean": torch.tensor([0, 1]), "ambiguous": torch.tensor([2]), "empty": NONE}
-    parts = ClassificationSet(**{**vars(whole), "groups": groups})
-    drawn = figures.scores([parts], "entropy", "entropy", None)
-    assert drawn is not None
-    names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
-    assert names == ["validation: ambiguous", "validation: clean"]
 
 
 def test_collapse_names_what_was_measured() -> None:

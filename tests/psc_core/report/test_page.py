@@ -46,54 +46,33 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_page_is_self_contained(shipped: Facts, tmp_path: Path) -> None:
+def test_page_is_self_contained_and_replaces_another(shipped: Facts, tmp_path: Path) -> None:
+    (tmp_path / FIGURES).mkdir()
+    for name in ("deviations.png", "notes.txt"):
+        (tmp_path / FIGURES / name).write_text("of another report")
     written = Page(page.write(shipped, tmp_path).read_text())
     images = [attributes for tag, attributes in written.tags if tag == "img"]
     assert len(images) == 8 + 1  # Every figure and one picture.
     assert all(str(image["src"]).startswith("data:image/png;base64,") and image["alt"] for image in images)
     assert not {"script", "link", "iframe"} & {tag for tag, _ in written.tags}
-    assert {path.stem for path in (tmp_path / FIGURES).iterdir()} == set(words.texts)
-    for expected in ("clothes", "turned", "called out of distribution", "psc-serve --bundle", *words.glossary):
-        assert expected in written.text
+    assert {path.name for path in (tmp_path / FIGURES).iterdir()} == {"notes.txt", *(f"{n}.png" for n in words.texts)}
+    assert all(word in written.text for word in ("turned", "psc-serve --bundle", *words.glossary))
     assert re.search(r"clothes\s*out-of-distribution images\s*3\s*\d+\.\d %", written.text)
 
 
-def test_figures_of_another_report_do_not_stay(shipped: Facts, angles: Facts, tmp_path: Path) -> None:
-    page.write(angles, tmp_path)
-    (tmp_path / FIGURES / "notes.txt").write_text("mine")
-    page.write(shipped, tmp_path)
-    assert {path.name for path in (tmp_path / FIGURES).iterdir()} == {"notes.txt", *(f"{n}.png" for n in words.texts)}
-
-
-def test_page_of_a_regression(angles: Facts, tmp_path: Path) -> None:
+def test_page_and_card_of_a_regression(angles: Facts, tmp_path: Path) -> None:
     written = Page(page.write(angles, tmp_path).read_text())
     images = [attributes for tag, attributes in written.tags if tag == "img"]
-    assert [str(image["alt"]).split(". ")[0] for image in images] == [
-        title for title, _ in regression_words.texts.values()
-    ]
-    assert all(str(image["src"]).startswith("data:image/png;base64,") for image in images)
+    titles = [title for title, _ in regression_words.texts.values()]
+    assert [str(image["alt"]).split(". ")[0] for image in images] == titles
     assert {path.stem for path in (tmp_path / FIGURES).iterdir()} == set(regression_words.texts)
-    for expected in ("predicts angle, degrees", regression_words.texts["deviations"][1], *angles.policy_lines):
-        assert expected in written.text
-    assert all(word in written.text for word in regression_words.glossary) and "images/test.csv" in written.text
     assert re.search(r"with PSC\s*1\s*0\.5\s*1\.25\s*0\.75", written.text)
-    assert "ambiguous" not in written.text and "Images to look at" not in written.text
-
-
-def test_card_of_a_regression(angles: Facts, tmp_path: Path) -> None:
+    assert all(word in written.text for word in (*regression_words.glossary, *angles.policy_lines))
     page.write_card(replace(angles, folder=tmp_path))
     card = (tmp_path / page.CARD).read_text()
-    assert card.startswith(f"# {angles.manifest.name}\n\nA regression of angle, degrees with uncertainty")
-    assert (
-        "| --- | ---: | ---: | ---: | ---: |\n| the original network | 2 | – | – | – |\n| with PSC | 1 | 0.5 |" in card
-    )
-    assert all(f"* {line}\n" in card for line in angles.policy_lines) and "Classes" not in card
-
-
-def test_page_escapes_names(shipped: Facts, tmp_path: Path) -> None:
-    sets = (replace(shipped.content.sets[0], name="<script>alert(1)</script>"),)
-    written = page.write(replace(shipped, content=replace(shipped.content, sets=sets)), tmp_path).read_text()
-    assert "<script>" not in written and "&lt;script&gt;" in written
+    assert "| the original network | 2 | – | – | – |\n| with PSC | 1 | 0.5 |" in card
+    assert all(f"* {line}\n" in card for line in angles.policy_lines)
+    assert all("ambiguous" not in text for text in (written.text, card))
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")  # No font draws an escape code.
@@ -115,21 +94,18 @@ def test_page_without_images(shipped: Facts, tmp_path: Path) -> None:
     manifest = shipped.manifest.model_copy(update={"policy": policy})
     bare = replace(shipped, content=Content(manifest.version), manifest=manifest)
     written = Page(page.write(bare, tmp_path).read_text())
-    assert "No image is called ambiguous: all others are accepted" in written.text
-    assert [attributes["alt"] for tag, attributes in written.tags if tag == "img"] == [
-        "{}. {}".format(*words.texts["collapse"])
-    ]
+    (image,) = (attributes for tag, attributes in written.tags if tag == "img")
+    assert image["alt"] == "{}. {}".format(*words.texts["collapse"])
 
 
 def test_page_and_card_open_with_what_is_accepted(shipped: Facts, tmp_path: Path) -> None:
     policy = shipped.manifest.policy.model_copy(update={"ambiguity_threshold": ACCEPTS_NOTHING, "risk": None})
     metrics = {**shipped.manifest.metrics, BETTER_THAN_GUESSING: False}
     manifest = shipped.manifest.model_copy(update={"policy": policy, "metrics": metrics})
-    nothing = replace(shipped, folder=tmp_path, manifest=manifest)
+    nothing = replace(shipped, folder=tmp_path, manifest=manifest, content=Content(manifest.version))
     page.write_card(nothing)
     for text in (Page(page.write(nothing, tmp_path).read_text()).text, (tmp_path / page.CARD).read_text()):
         assert "NO BETTER THAN GUESSING" in text and "NOTHING IS ACCEPTED" in text
-        assert "all others are accepted" not in text
 
 
 def test_card_has_the_numbers_of_the_facts(shipped: Facts, tmp_path: Path) -> None:
@@ -137,6 +113,4 @@ def test_card_has_the_numbers_of_the_facts(shipped: Facts, tmp_path: Path) -> No
     card = (tmp_path / page.CARD).read_text()
     quality = shipped.quality["with PSC"]
     assert "| with PSC | {accuracy:.4f} | {nll:.4f} | {ece:.4f} |".format(**quality) in card
-    assert "| --- | ---: | ---: | ---: |\n| the original network |" in card
-    assert "psc-serve --bundle ." in card
-    assert f"above an OOD score of {shipped.ood_threshold:.4g} nats" in card and f"{shipped.in_practice} %." in card
+    assert "psc-serve --bundle ." in card and f"{shipped.ood_threshold:.4g} nats" in card

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -56,16 +57,17 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture
-def bundle(tiny_job: TinyJob, data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(TASKS, Triage.name, Triage)
-    train, val = (
-        open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val")
-    )
+@pytest.fixture(scope="module")
+def bundle(tiny_job: TinyJob, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("triage")
+    preprocess = PRESETS["mnist"]
+    splits = (open_dataset(f"mnist:{data_root}", split=split, preprocess=preprocess) for split in ("train", "val"))
     settings = {"layer": "4", "device": "cpu", "predictions": "psc"}
-    model = fit("triage", tiny_job.net, (train, val), LoaderDescription.of(None, None, None), "triage", settings)
-    model.save(tmp_path / "bundle")
-    return tmp_path / "bundle"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TASKS, Triage.name, Triage)
+        model = fit("triage", tiny_job.net, tuple(splits), LoaderDescription.of(None, None, None), "triage", settings)
+        model.save(folder)
+        yield folder
 
 
 def test_a_bundle_names_it(bundle: Path, data_root: Path) -> None:

@@ -1,15 +1,43 @@
-"""The answers of a regression against documents built from Python numbers for each image."""
+"""A regression: its answers, intervals, decisions, bins and first evaluation."""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from psc_core.answers import REGRESSION_SCORES, RegressionAnswer, RegressionExplanation, RegressionPolicy, Target
+from psc_core import PRESETS, FitSettings, open_dataset
+from psc_core.answers import (
+    REGRESSION_DECISIONS,
+    REGRESSION_SCORES,
+    RegressionAnswer,
+    RegressionExplanation,
+    RegressionPolicy,
+    Target,
+)
+from psc_core.errors import BundleError, DataError, FitError, UsageError
 from psc_core.tasks.base import Outputs
-from psc_core.tasks.regression import Regression, Thresholds
+from psc_core.tasks.regression import (
+    Calibration,
+    Regression,
+    binned,
+    calibration_metrics,
+    fit_calibration,
+    in_bins,
+    network_rmse,
+    quantile_edges,
+    width_without_image,
+)
+from tests.conftest import TinyJob
+from tests.decisions import Decider
+from tests.psc_core.data.test_dataset import numbers
 
 TASK = Regression(target=Target(name="angle", unit="degrees"))
 ROWS = [[10.0, 3.0, 4.0, -1.0, 1.0, 0.5, 0.125], [-2.0, 0.5, 0.0, -9.0, 9.0, 0.01, 0.25], [1.0, 6.0, 8.0, 0, 0, 1, 1]]
@@ -23,7 +51,7 @@ def read(documents: list[dict[str, Any]]) -> Any:
 def test_equals_the_naive_document() -> None:
     outputs = Outputs(np.array(ROWS, np.float32), REGRESSION_SCORES, ("texture",))
     policy = RegressionPolicy(alpha=0.05, max_width=25.0, coverage=0.9)
-    decided = Thresholds(policy, 0.05, 2.0).decide(outputs)
+    decided = Decider(policy, 2.0).decide(outputs)
     documents = read(decided.documents(outputs, ("a", "b")))
     decisions = ("accept", "abstain_ood", "abstain_uncertain")
     for document, values, decision in zip(documents, ROWS, decisions, strict=True):
@@ -59,3 +87,170 @@ def test_explanation_names_the_nearest_examples_of_each_layer() -> None:
     assert layers is not None
     assert [(each.layer, each.weight) for each in layers] == [("z", 0.75), ("layer1", 0.25)]
     assert [(each.image, each.value, each.distance) for each in layers[1].examples] == [(5, 3.0, 0.25), (7, 4.0, 2.0)]
+
+
+def calibration(n: int, seed: int = 0) -> Calibration:
+    generator = torch.Generator().manual_seed(seed)
+    mean, deviation = torch.randn(n, generator=generator), 1 + torch.rand(n, generator=generator)
+    values = mean + 2 * deviation * torch.randn(n, generator=generator)
+    return fit_calibration(torch.randn(n, generator=generator), mean, deviation, values)
+
+
+@given(st.integers(1, 60), st.floats(0.01, 0.99))
+def test_deviations_equal_their_definition(n: int, coverage: float) -> None:
+    fitted = calibration(n)
+    rank = math.ceil((n + 1) * coverage - 1e-9)
+    if rank > n:
+        with pytest.raises(UsageError, match="expected coverage"):
+            fitted.quantile(coverage)
+    else:
+        assert fitted.quantile(coverage) == sorted(fitted.residuals.tolist())[rank - 1]
+
+
+def test_a_tiny_coverage_has_the_narrowest_interval() -> None:
+    fitted = calibration(30)
+    assert fitted.quantile(1e-14) == float(fitted.residuals[0])
+
+
+def test_residuals_are_in_standard_deviations() -> None:
+    fitted = fit_calibration(
+        torch.tensor([2.0, 1.0]), torch.tensor([0.0, 0.0]), torch.tensor([2.0, 0.5]), torch.tensor([3.0, -1.0])
+    )
+    assert (fitted.ood_scores.tolist(), fitted.residuals.tolist()) == ([1.0, 2.0], [1.5, 2.0])
+
+
+def test_a_policy_that_so_few_images_cannot_keep() -> None:
+    fitted = calibration(99)
+    fitted.check(RegressionPolicy(alpha=0.05, max_width=3.0, coverage=0.9))
+    with pytest.raises(UsageError, match="expected alpha"):
+        fitted.check(RegressionPolicy(alpha=0.001, max_width=None, coverage=0.9))
+
+
+def test_survives_a_bundle() -> None:
+    fitted = calibration(20)
+    again = Calibration.from_tensors(fitted.tensors())
+    assert torch.equal(again.residuals, fitted.residuals) and torch.equal(again.ood_scores, fitted.ood_scores)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"residuals": None}, "expected calibration tensors"),
+        ({"residuals": torch.tensor([2.0, 1.0])}, "expected ascending"),
+        ({"residuals": torch.tensor([1.0])}, "of one length"),
+        ({"residuals": torch.tensor([-1.0, 1.0])}, "expected calibration residuals from 0"),
+        ({"ood_scores": torch.tensor([0.0, 3e38])}, "expected calibration ood_scores"),
+        ({"ood_scores": torch.tensor([0.0, float("nan")])}, "expected ascending finite"),
+        ({"ood_scores": torch.tensor([0.0, 1.0]).double()}, "float32"),
+    ],
+)
+def test_rejects_other_tensors(changes: dict[str, torch.Tensor | None], said: str) -> None:
+    whole = {"ood_scores": torch.tensor([0.0, 1.0]), "residuals": torch.tensor([0.0, 1.0])}
+    with pytest.raises(BundleError, match=said):
+        Calibration.from_tensors({k: v for k, v in (whole | changes).items() if v is not None})
+
+
+def test_scores_that_are_not_finite_are_refused() -> None:
+    zero, one = torch.zeros(2), torch.ones(2)
+    with pytest.raises(FitError, match="finite residuals"):
+        fit_calibration(one, one, zero, one)
+    with pytest.raises(FitError, match="finite OOD scores"):
+        fit_calibration(one / 0, one, one, one)
+
+
+@pytest.mark.parametrize(
+    ("limit", "names"),
+    [
+        (None, ["accept", "accept", "abstain_ood", "abstain_ood"]),
+        (25.0, ["accept", "abstain_uncertain", "abstain_ood", "abstain_ood"]),
+        (20.0, ["accept", "abstain_uncertain", "abstain_ood", "abstain_ood"]),
+        (19.0, ["abstain_uncertain", "abstain_uncertain", "abstain_ood", "abstain_ood"]),
+    ],
+)
+def test_the_policy_decides(limit: float | None, names: list[str]) -> None:
+    """An interval as wide as the limit is accepted, a p-value equal to alpha is an alarm."""
+    columns = {
+        "mean": [10.0, -4.0, 1.0, 1.0], "aleatoric": [3.0, 6.0, 3.0, 60.0], "epistemic": [4.0, 8.0, 4.0, 80.0],
+        "log_density": [0.0] * 4, "ood_score": [0.0] * 4, "ood_p_value": [0.9, 0.9, 0.05, 0.01],
+    }  # fmt: skip
+    outputs = Outputs(np.array([columns[name] for name in REGRESSION_SCORES], np.float32).T, REGRESSION_SCORES, ())
+    policy = RegressionPolicy(alpha=0.05, max_width=limit, coverage=0.9)
+    decisions = Decider(policy, 2.0).decide(outputs)
+    assert [REGRESSION_DECISIONS[code] for code in decisions.decision] == names
+    assert decisions.lower.tolist() == [0.0, -24.0, -9.0, -199.0]
+    assert decisions.upper.tolist() == [20.0, 16.0, 11.0, 201.0]
+    assert decisions.is_ood.tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("mean", "deviation"), [(1e6, 0.1), (40.0, 2.5), (0.0, 1.0)])
+def test_an_interval_is_as_wide_as_its_ends_are_apart(mean: float, deviation: float) -> None:
+    """Whoever sees only the ends of an answer finds the same decision, however much rounding took off its width."""
+    rng = np.random.default_rng(0)
+    columns = np.zeros((500, len(REGRESSION_SCORES)), np.float32)
+    columns[:, REGRESSION_SCORES.index("mean")] = mean * (1 + rng.uniform(0, 1e-3, 500))
+    columns[:, REGRESSION_SCORES.index("aleatoric")] = deviation * rng.uniform(0.9, 1.1, 500)
+    columns[:, REGRESSION_SCORES.index("ood_p_value")] = 1
+    policy = RegressionPolicy(alpha=0.05, max_width=float(np.float32(2 * deviation)), coverage=0.9)
+    decided = Decider(policy, 1.0).decide(Outputs(columns, REGRESSION_SCORES, ()))
+    assert (decided.decision == (decided.upper - decided.lower > np.float32(2 * deviation))).all()
+    assert set(decided.decision.tolist()) == {0, 1}
+
+
+def test_limits_and_intervals_beyond_every_float32() -> None:
+    columns = np.ones((2, len(REGRESSION_SCORES)), np.float32)
+    columns[1, [REGRESSION_SCORES.index("mean"), REGRESSION_SCORES.index("aleatoric")]] = 0, 1e30
+    outputs = Outputs(columns, REGRESSION_SCORES, ())
+    policy = RegressionPolicy(alpha=0.05, max_width=1e300, coverage=0.9)
+    assert Decider(policy, 1.0).decide(outputs).decision.tolist() == [0, 0]
+    decisions = Decider(policy.model_copy(update={"max_width": None}), 1e9).decide(outputs)
+    assert [decisions.lower[1], decisions.upper[1]] == [-np.finfo(np.float32).max, np.finfo(np.float32).max]
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=300).filter(lambda v: min(v) < max(v)))
+def test_bins_part_the_numbers(values: list[float]) -> None:
+    train, again = binned(numbers(values), numbers(values))
+    edges = quantile_edges(torch.tensor(values))
+    assert train.labels.tolist() == [sum(value >= edge for edge in edges.tolist()) for value in values]
+    counts = train.labels.bincount(minlength=len(train.classes))
+    assert 2 <= len(train.classes) <= 10 and int(counts.min()) > 0
+    assert len(set(train.classes)) == len(train.classes) == len(edges) + 1
+    assert torch.equal(train.labels, again.labels)
+
+
+def test_many_numbers_fill_bins_alike() -> None:
+    train = in_bins(numbers([float(i) for i in range(400)]), quantile_edges(torch.arange(400.0)))
+    assert train.labels.bincount().tolist() == [40] * 10
+    assert (train.classes[0], train.classes[1], train.classes[-1]) == ("below 40", "40 to 80", "360 and above")
+
+
+def test_equal_numbers_are_refused() -> None:
+    with pytest.raises(DataError, match="all are 4; nothing to fit"):
+        quantile_edges(torch.full((30,), 4.0))
+
+
+COMPUTE = FitSettings(device="cpu").compute()
+
+
+def test_own_error_is_the_rmse(angle_job: TinyJob, data_root: Path) -> None:
+    turned = open_dataset(f"rotated-mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+    images = torch.cat([batch.images for batch in turned.batches(64)])
+    with torch.no_grad():
+        outputs = angle_job.net(turned.preprocess.standardise(images))[:, 0].tolist()
+    assert turned.values is not None
+    errors = [output - value for output, value in zip(outputs, turned.values.tolist(), strict=True)]
+    found, predicted = network_rmse(angle_job.net, turned, COMPUTE)
+    assert predicted.tolist() == pytest.approx(outputs, abs=1e-4)
+    assert found == pytest.approx(math.sqrt(sum(error**2 for error in errors) / len(errors)), rel=1e-4)
+
+
+def test_metrics_are_those_of_the_calibration_split() -> None:
+    y, mean = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0])
+    metrics = calibration_metrics(mean, torch.ones(3), y)
+    assert metrics["validation_images"] == 3 and metrics["rmse"] == pytest.approx((1 / 3) ** 0.5)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=30), st.sampled_from([0.5, 0.9, 0.95]))
+def test_the_default_width_is_that_of_an_interval_that_looks_at_no_image(values: list[float], coverage: float) -> None:
+    lower, upper = np.quantile(values, [(1 - coverage) / 2, (1 + coverage) / 2])
+    width = width_without_image(torch.tensor(values, dtype=torch.float64), coverage)
+    assert width == pytest.approx(upper - lower, rel=1e-9, abs=1e-9) and width > 0

@@ -9,20 +9,22 @@ from typing import Any
 import pytest
 
 from app.http.feedback import Feedback
+from psc_core.calibrate import images_of, reviewed_of
 from psc_core.log.erase import erase
-from psc_core.log.labels import read_labels
-from psc_core.log.store import Log, open_log
-from tests.app.fakes import FakeModel, FakeValueModel, png
+from psc_core.log.labels import joined, read_labels
+from psc_core.log.store import Log, open_log, read_rows
+from psc_core.model import FittedModel
+from tests.app.fakes import FakeModel, FakePipelineWithChecks, FakeValueModel, png
 from tests.app.support import PNG, Running, running
 
 pytestmark = pytest.mark.anyio
+
 
 KEY = {"x-api-key": "reviewer"}
 KEYS = {"feedback_keys": "reviewer", "api_keys": "client", "admin_keys": "admin"}
 
 
 async def predict(app: Running, value: int, path: str = "/predict") -> str:
-    """Predict an image; the header that names the request."""
     answer = await app.client.post(path, content=png(value), headers={**PNG, "x-api-key": "client"})
     assert answer.status_code == 200
     return answer.headers["traceresponse"]
@@ -101,15 +103,90 @@ async def test_a_damaged_log_is_no_fault_of_the_client(tmp_path: Path, damaged: 
         assert str(tmp_path) not in problem["detail"]
 
 
-async def test_keys_of_its_own(tmp_path: Path) -> None:
-    body = {"request_id": "x", "label": "dark"}
+REQUESTS = [
+    ("POST", "/feedback", {"json": {"request_id": "x", "label": "dark"}}),
+    *(("GET", path, {}) for path in ("/feedback/images", f"/feedback/images/{'0' * 64}.png")),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), REQUESTS)
+async def test_keys_of_its_own(tmp_path: Path, method: str, path: str, body: dict[str, Any]) -> None:
     async with running(log=str(tmp_path), **KEYS) as app:
-        for key, status in (("client", 401), ("reviewer", 404), ("admin", 404), (None, 401)):
-            headers = {} if key is None else {"x-api-key": key}
-            assert (await app.client.post("/feedback", json=body, headers=headers)).status_code == status
+        for key, is_let_in in (("client", False), ("reviewer", True), ("admin", True), ("", False)):
+            answer = await app.client.request(method, path, headers={"x-api-key": key}, **body)
+            assert (answer.status_code != 401) == is_let_in, key
         assert (await app.client.post("/predict", content=png(0), headers={**PNG, **KEY})).status_code == 401
     async with running(log=str(tmp_path)) as app:
-        assert (await app.client.post("/feedback", json=body)).status_code == 403
+        assert (await app.client.request(method, path, **body)).status_code == 403
     async with running(feedback_keys="reviewer") as app:
-        answer = await app.client.post("/feedback", json=body, headers=KEY)
-        assert answer.json()["type"] == "urn:psc:problem:not-found"
+        assert (await app.client.request(method, path, headers=KEY, **body)).status_code == 404
+
+
+BETWEEN = 64  # Between two classes: ambiguous.
+
+
+async def shown(app: Running, **query: Any) -> dict[str, Any]:
+    answer = await app.client.get("/feedback/images", params=query, headers=KEY)
+    assert answer.status_code == 200
+    document: dict[str, Any] = answer.json()
+    return document
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    return {**KEYS, "log": str(folder), "log_images": "abstained", "log_sample": 0.0}
+
+
+async def test_images_are_shown_until_they_are_reviewed(tmp_path: Path) -> None:
+    checked: FittedModel = FakeModel(pipeline=FakePipelineWithChecks(), checks=("texture", "content"))
+    models = {"m": checked, "v": FakeValueModel(version="w1")}
+    async with running(models, **settings(tmp_path)) as app:
+        first = await predict(app, BETWEEN)
+        await predict(app, 0)  # Accepted, so it is neither stored nor shown.
+        number = await predict(app, 255, "/models/v/predict")
+        document = await shown(app)
+        assert [each["request_id"] for each in document["images"]] == [number[3:52], first[3:52]]
+        value, image = document["images"]
+        digest = hashlib.sha256(png(BETWEEN)).hexdigest()
+        assert (image["image_index"], image["image_sha256"], image["file"]) == (0, digest, f"{digest}.png")
+        assert (image["decision"], image["label"], image["model"]) == ("abstain_ambiguous", "middle", "m")
+        assert set(image["checks"]) == {"texture", "content"} and image["scores"]["ood_p_value"] > 0
+        assert image["policy"]["ambiguity_threshold"] == 0.5
+        classifier = {"task": "classification", "classes": ["dark", "middle", "bright"], "target": None}
+        assert document["models"][image["bundle_version"]] == classifier
+        assert value["label"] is None and document["models"]["w1"]["target"]["unit"] == "%"
+        assert [each["model"] for each in (await shown(app, limit=1))["images"]] == ["v"]
+        answer = await app.client.get(f"/feedback/images/{image['file']}", headers=KEY)
+        assert (answer.content, answer.headers["content-type"]) == (png(BETWEEN), "image/png")
+        assert answer.headers["cache-control"] == "no-store" and answer.headers["x-content-type-options"] == "nosniff"
+        body = {"request_id": image["request_id"], "kind": "none_of_the_classes"}
+        assert (await app.client.post("/feedback", json=body, headers=KEY)).status_code == 200
+        assert [each["model"] for each in (await shown(app))["images"]] == ["v"]
+        assert await app.metric('psc_feedback_total{kind="none_of_the_classes"}') == 1
+        erase(open_log(tmp_path), value["image_sha256"])
+        assert await shown(app) == {"images": [], "models": {}}
+        for file in (value["file"], "x.png", f"{'0' * 64}.png", "..%2F..%2Flabels"):
+            answer = await app.client.get(f"/feedback/images/{file}", headers=KEY)
+            assert answer.status_code == 404, file
+
+
+async def test_a_label_of_a_shown_image_calibrates_only_within_the_random_sample(tmp_path: Path) -> None:
+    async with running(**settings(tmp_path)) as app:
+        for value in (BETWEEN, BETWEEN + 1, BETWEEN - 1):
+            await predict(app, value)
+        for image in (await shown(app))["images"]:
+            body = {"request_id": image["request_id"], "image_index": image["image_index"], "label": "dark"}
+            assert (await app.client.post("/feedback", json=body, headers=KEY)).status_code == 200
+    log = open_log(tmp_path)
+    labels = read_labels(log)
+    kinds = [each for batch in joined(read_rows(log, "m"), labels, "m") for each in batch["kind"].to_pylist()]
+    assert kinds == ["label"] * 3
+    assert reviewed_of(images_of(joined(read_rows(log, "m", sampled=True), labels, "m"))) == []
+
+
+async def test_a_damaged_log_shows_no_images(tmp_path: Path) -> None:
+    async with running(**settings(tmp_path)) as app:
+        (tmp_path / "labels").mkdir()
+        (tmp_path / "labels" / "part-1.parquet").write_bytes(b"PAR1 torn")
+        await predict(app, BETWEEN)
+        answer = await app.client.get("/feedback/images", headers=KEY)
+        assert answer.json()["type"] == "urn:psc:problem:log-unavailable" and str(tmp_path) not in answer.text

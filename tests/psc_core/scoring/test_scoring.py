@@ -1,0 +1,406 @@
+"""Offline scoring: inputs, rows, parts, restarts, several processes, and images that cannot be read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+
+from psc_core import PSC, PSCRegressor, load_model, open_dataset
+from psc_core.answers import ClassificationAnswer, RegressionAnswer
+from psc_core.cli import score as cli
+from psc_core.errors import DataError, UsageError
+from psc_core.images.preprocess import PRESETS
+from psc_core.pipeline import Pipeline
+from psc_core.scoring import (
+    NamedImage,
+    PartCount,
+    PartWriter,
+    columns_of,
+    dataset_outputs,
+    errors_in,
+    in_parts,
+    merge,
+    named_images,
+    write,
+)
+from tests.conftest import ROOT, SHIPPED_BUNDLE
+from tests.psc_core.scoring.support import COUNT, PART, bytes_of, rows_of, run, write_hostile
+from tools.forge import ALLOW
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits in two folders, a damaged image, and a file that is no image."""
+    root = tmp_path_factory.mktemp("images")
+    data = open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=PRESETS["mnist"])
+    for index in range(COUNT):
+        file = root / f"{index % 2}" / f"{index:03d}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.fromarray(data.image(index)[0]).save(file)
+    (root / "0" / "damaged.png").write_bytes((root / "0" / "000.png").read_bytes()[:80])
+    (root / "0" / "notes.txt").write_text("no image")
+    return root
+
+
+@pytest.fixture(scope="module")
+def scored(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its outputs as JSON lines, from one uninterrupted process."""
+    out = tmp_path_factory.mktemp("out") / "scores"
+    run(folder, out)
+    return out
+
+
+def parquet_rows(out: Path) -> list[dict[str, Any]]:
+    files = sorted(out.glob("*.parquet"))
+    return [row for file in files for row in parquet.read_table(file).to_pylist(maps_as_pydicts="strict")]
+
+
+def test_rows_are_the_predictions_of_the_images_in_order(folder: Path, scored: Path) -> None:
+    rows = rows_of(scored)
+    names = [row["item"] for row in rows]
+    assert names == sorted(str(file.relative_to(folder)) for file in folder.rglob("*.png"))
+    assert len(bytes_of(scored)) == 1 + -(-len(rows) // PART)
+    good = [row for row in rows if row["error"] is None]
+    assert len(good) == COUNT
+    prediction = PSC.load(SHIPPED_BUNDLE, device="cpu").predict([folder / row["item"] for row in good])
+    assert [row["label"] for row in good] == list(prediction.labels)
+    assert [row["decision"] for row in good] == list(prediction.decision)
+    assert [row["prediction_set"] for row in good] == [list(each) for each in prediction.prediction_set]
+    for name in ("log_density", "ood_p_value", "probabilities", "is_ood"):
+        assert [row[name] for row in good] == pytest.approx(getattr(prediction, name).numpy(), rel=1e-6, abs=1e-4)
+
+
+def test_maps_are_written_by_part_and_row_and_parts_without_theirs_computed_again(
+    tiny_bundle: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, maps = ("--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network"), tmp_path / "maps"
+    run(folder, tmp_path / "scores", *own)
+    before, rows = bytes_of(tmp_path / "scores"), rows_of(tmp_path / "scores")
+    for there in (0, COUNT + 1):
+        capsys.readouterr()
+        run(folder, tmp_path / "scores", *own, "--maps", str(maps))
+        printed = capsys.readouterr().out
+        assert f"{COUNT + 1} images, {there} of them were there already, 1 with an error" in printed
+        assert "1 .txt" in printed and len(list(maps.iterdir())) == COUNT
+    assert bytes_of(tmp_path / "scores") == before
+    next(maps.glob("00002-*")).unlink()
+    run(folder, tmp_path / "scores", *own, "--maps", str(maps))
+    good = [(number, row) for number, row in enumerate(rows) if row["error"] is None]
+    names = sorted(file.name for file in maps.iterdir())
+    assert names == [f"{number // PART:05d}-{number % PART:04d}.png" for number, _ in good]
+    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    expected = psc.predict([folder / row["item"] for _, row in good], maps=True).maps
+    assert expected is not None
+    for name, grey in zip(names, expected.numpy(), strict=True):
+        with Image.open(maps / name) as picture:
+            assert np.abs(np.asarray(picture).astype(int) - grey).max() <= 1
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_errors_of_a_part_that_is_there_are_counted(tmp_path: Path, form: str) -> None:
+    writer = PartWriter(PSC.load(SHIPPED_BUNDLE, device="cpu"), tmp_path, form)
+    images = [NamedImage("a", b""), NamedImage("b", str(SHIPPED_BUNDLE / "examples" / "clean.png"))]
+    assert [writer(0, images), writer(0, images)] == [PartCount(2, 1, written=True), PartCount(2, 1, written=False)]
+
+
+def test_a_bundle_without_a_map_writes_none(folder: Path, tmp_path: Path) -> None:
+    model = PSC.load(SHIPPED_BUNDLE, device="cpu")
+    without = Pipeline(model.pipeline.scorer, model.pipeline.calibration_scores, model.pipeline.checks)
+    with pytest.raises(UsageError, match="has no map"):
+        PartWriter(replace(model, pipeline=without), tmp_path, "jsonl", maps=tmp_path / "maps")
+    assert not (tmp_path / "maps").exists()
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_regression_gives_its_numbers(angle_bundle: Path, folder: Path, tmp_path: Path, form: str) -> None:
+    allow = "tests.tiny:network"
+    run(folder, tmp_path, "--bundle", str(angle_bundle), "--allow-factories", allow, "--format", form)
+    rows = parquet_rows(tmp_path) if form == "parquet" else rows_of(tmp_path)
+    (bad,) = (row for row in rows if row["error"] is not None)
+    assert {value for name, value in bad.items() if name not in ("item", "error")} == {None}
+    good = [row for row in rows if row["error"] is None]
+    assert len(good) == COUNT
+    model = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=[allow])
+    prediction = model.predict([folder / row["item"] for row in good])
+    for image, row in enumerate(good):
+        assert row.pop("target") == {"name": "angle", "unit": "degrees"}
+        fields = {name: value for name, value in row.items() if name not in ("item", "error")}
+        assert list(fields) == [name for name in RegressionAnswer.model_fields if name != "explanation"]
+        answer = RegressionAnswer.model_validate(fields)
+        assert answer.decision == prediction.decision[image] and answer.is_ood == bool(prediction.is_ood[image])
+        assert [answer.lower, answer.upper] == pytest.approx(prediction.interval[image].tolist(), rel=1e-4, abs=1e-3)
+        for name in ("mean", "aleatoric", "epistemic", "log_density", "ood_score", "ood_p_value"):
+            assert getattr(answer, name) == pytest.approx(float(getattr(prediction, name)[image]), rel=1e-4, abs=1e-3)
+        assert answer.checks == pytest.approx({name: float(each[image]) for name, each in prediction.checks.items()})
+
+
+def test_an_image_that_cannot_be_read_is_a_row_with_its_error(scored: Path) -> None:
+    (bad,) = (row for row in rows_of(scored) if row["error"] is not None)
+    assert bad["item"] == str(Path("0", "damaged.png"))
+    columns = [name for name in ClassificationAnswer.model_fields if name not in ("top", "explanation")]
+    assert list(bad) == ["item", *columns, "error"]
+    assert {bad[name] for name in columns} == {None}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("task", ["tiny_bundle", "angle_bundle"])
+def test_an_image_with_outputs_that_are_not_finite_is_a_row_with_its_error(
+    task: str, form: str, folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model = load_model(request.getfixturevalue(task), device="cpu", allow_factories=["tests.tiny:network"])
+    names = [f"{index % 2}/{index:03d}.png" for index in range(4)]
+    images = [NamedImage(name, str(folder / name)) for name in names]
+    whole = PartWriter(model, tmp_path, form).columns(images)
+    hook = model.pipeline.register_forward_hook(lambda _module, _inputs, packed: _spoil(packed))
+    count = PartWriter(model, tmp_path, form)(0, images)
+    hook.remove()
+    assert count == PartCount(4, 2, written=True)
+    expected = [None, "the network's outputs are not finite", "the network's outputs are not finite", None]
+    assert errors_in(tmp_path / f"part-00000.{form}") == list(zip(names, expected, strict=True))
+    if form == "jsonl":
+        rows = rows_of(tmp_path)
+        assert [row["decision"] for row in rows] == [whole["decision"][0], None, None, whole["decision"][3]]
+        assert {value for name, value in rows[1].items() if name not in ("item", "error")} == {None}
+
+
+def _spoil(packed: torch.Tensor) -> torch.Tensor:
+    packed[1, 0], packed[2] = torch.inf, torch.nan
+    return packed
+
+
+def test_a_hostile_folder_is_rows_with_errors(tmp_path: Path) -> None:
+    images, out = tmp_path / "images", tmp_path / "out"
+    write_hostile(images)
+    run(images, out)
+    errors = {row["item"]: row["error"] for row in rows_of(out)}
+    assert errors.pop("good.png") is None and set(errors) == {"pipe.png", "zero.png", "sparse.png"}
+    assert all(error.startswith(("expected a regular file", "expected a file of at most")) for error in errors.values())
+
+
+@pytest.mark.parametrize("bundle", ["shipped_bundle", "angle_bundle"])
+def test_a_part_without_any_image(bundle: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    model = load_model(request.getfixturevalue(bundle), device="cpu", allow_factories=["tests.tiny:network"])
+    images = [NamedImage("a", b""), NamedImage("b", str(tmp_path / "missing.png"))]
+    assert PartWriter(model, tmp_path, "jsonl")(0, images) == PartCount(2, 2, written=True)
+    columns = [name for name in model.task.answer_type.model_fields if name not in ("top", "explanation")]
+    for row in rows_of(tmp_path):
+        assert {*row} >= {"item", *columns, "error"} and row["error"] is not None
+
+
+def test_two_processes_write_what_one_writes(
+    folder: Path, scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        run(folder, tmp_path / "out")
+    assert bytes_of(tmp_path / "out") == bytes_of(scored)
+
+
+def test_processes_that_start_together_do_not_refuse_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one writes the bundle's version, another looks."""
+    file, write_text = tmp_path / cli.VERSION_FILE, Path.write_text
+
+    def interrupted(path: Path, text: str) -> None:
+        write_text(path, "")
+        monkeypatch.setattr(Path, "write_text", write_text)
+        cli.check_version(file, "abc")
+        write_text(path, text)
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    cli.check_version(file, "abc")
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
+    before = file.stat().st_ino, file.stat().st_mtime_ns
+    cli.check_version(file, "abc")
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == before
+    with pytest.raises(UsageError, match="abc"):
+        cli.check_version(file, "abd")
+
+
+def test_a_killed_run_goes_on(folder: Path, scored: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "psc_core.cli.score", str(folder), "--bundle", str(SHIPPED_BUNDLE)]
+    options = ["--out", str(out), "--part-images", str(PART), "--format", "jsonl", "--device", "cpu"]
+    with subprocess.Popen([*command, *options], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        while not (out / "part-00000.jsonl").exists() and process.poll() is None:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    (out / "part-00003.partial").write_text("half a part")
+    before = {file: file.stat().st_mtime_ns for file in out.glob("part-*.jsonl")}
+    run(folder, out)
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    assert bytes_of(out) == bytes_of(scored)
+
+
+Refuse = Callable[[Path, Path], str]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refuse:
+    """Run ``psc-score``, which must refuse; what it says."""
+
+    def run_refused(source: Path, out: Path) -> str:
+        command = [str(source), "--bundle", str(SHIPPED_BUNDLE), "--out", str(out), "--format", "jsonl"]
+        assert cli.main([*command, "--device", "cpu", "--part-images", str(PART)]) == 2
+        return capsys.readouterr().err
+
+    return run_refused
+
+
+def test_refuses_outputs_of_other_images_or_of_another_bundle(
+    folder: Path, scored: Path, tmp_path: Path, refused: Refuse
+) -> None:
+    out, fewer = shutil.copytree(scored, tmp_path / "out"), shutil.copytree(folder, tmp_path / "fewer")
+    assert "other images" in refused(folder / "1", out)
+    for row in rows_of(scored)[2 * PART :]:
+        (fewer / row["item"]).unlink()
+    assert "part-00002.jsonl" in refused(fewer, out)
+    for surplus in ("part-00002.jsonl", "part-00003.jsonl"):
+        (out / surplus).unlink()
+    run(fewer, out)
+    (out / cli.VERSION_FILE).write_text("0123456789ab\n")
+    assert "another --out" in refused(folder, out)
+
+
+def test_refuses_a_link_and_an_input_without_images(tmp_path: Path, refused: Refuse) -> None:
+    out, empty, elsewhere = tmp_path / "out", tmp_path / "in", tmp_path / "elsewhere"
+    empty.mkdir()
+    assert "does not exist" in refused(empty / "missing", out) and "has no images" in refused(empty, out)
+    out.mkdir(exist_ok=True)
+    (out / cli.VERSION_FILE).unlink(missing_ok=True)
+    (out / cli.VERSION_FILE).symlink_to(elsewhere)
+    assert "is a link" in refused(SHIPPED_BUNDLE / "examples", out) and not elsewhere.exists()
+
+
+def test_parquet_in_and_out(folder: Path, scored: Path, tmp_path: Path) -> None:
+    files = [folder / row["item"] for row in rows_of(scored)]
+    cells = [
+        {"bytes": file.read_bytes() if number % 2 else None, "path": str(file)} for number, file in enumerate(files)
+    ]
+    columns = {"image": cells, "plain": [file.read_bytes() for file in files], "number": list(range(len(files)))}
+    parquet.write_table(pa.table(columns), tmp_path / "images.parquet", row_group_size=5)
+    for column in ("image", "plain"):
+        out = tmp_path / column
+        run(tmp_path / "images.parquet", out, "--format", "parquet", "--column", column)
+        rows = parquet_rows(out)
+        assert [row.pop("item") for row in rows] == [str(number) for number in range(len(files))]
+        for row, expected in zip(rows, rows_of(scored), strict=True):
+            assert row == {name: value for name, value in expected.items() if name != "item"}
+        run(tmp_path / "images.parquet", out, "--format", "parquet", "--column", column)
+        assert parquet.read_table(out).num_rows == len(files), "the folder is a data set as it is"
+    with pytest.raises(UsageError, match="image, plain, number"):
+        list(named_images(tmp_path / "images.parquet", "x"))
+    with pytest.raises(UsageError, match="bytes, paths or structs"):
+        list(named_images(tmp_path / "images.parquet", "number"))
+
+
+def test_ray_writes_what_one_process_writes(
+    folder: Path, scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    command = [sys.executable, "-m", "psc_core.cli.score", str(folder), "--bundle", str(SHIPPED_BUNDLE)]
+    options = ["--out", str(tmp_path / "out"), "--part-images", str(PART), "--format", "jsonl", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, *options, "--ray", "2"], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"{COUNT + 1} images" in done.stdout
+    assert bytes_of(tmp_path / "out") == bytes_of(scored)
+
+
+def test_list_of_paths(folder: Path, scored: Path, tmp_path: Path) -> None:
+    paths = [str(folder / row["item"]) for row in rows_of(scored)]
+    (tmp_path / "list.txt").write_text("\n".join(paths[:3]) + "\n\n" + paths[3] + "\r\n")
+    assert [each.image for each in named_images(tmp_path / "list.txt")] == paths[:4]
+
+
+def test_a_column_is_of_parquet_files(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "list.txt").touch()
+    for source in (folder, tmp_path / "list.txt"):
+        with pytest.raises(UsageError, match="picture"):
+            named_images(source, "picture")
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    whole, torn, noise = (tmp_path / f"{name}.parquet" for name in ("whole", "torn", "noise"))
+    parquet.write_table(pa.table({"image": [b"some bytes"] * 9}), whole)
+    torn.write_bytes(whole.read_bytes()[:4] + b"\xff" * 20 + whole.read_bytes()[24:])  # The first page of the column.
+    noise.write_bytes(b"PAR1 is not enough")
+    for file in (torn, noise):
+        with pytest.raises(DataError, match=file.name):
+            list(named_images(file))
+
+
+def test_names_that_are_not_unicode(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff.png")).touch()
+    (found,) = named_images(tmp_path)
+    assert found.name == "\N{REPLACEMENT CHARACTER}.png"
+    assert Path(str(found.image)).exists()
+
+
+def test_images_stream() -> None:
+    taken: list[int] = []
+
+    def images() -> Any:
+        for number in range(1_000_000):
+            taken.append(number)
+            yield NamedImage(str(number), b"")
+
+    assert [each.name for each in next(in_parts(images(), 3))] == ["0", "1", "2"]
+    assert len(taken) == 3
+
+
+def test_outputs_are_those_of_predict(tiny_bundle: Path, data_root: Path) -> None:
+    psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
+    data = open_dataset(f"mnist:{data_root}", split="test", preprocess=psc.preprocess).subset(torch.arange(70))
+    expected = psc.compute(next(iter(data.batches(70))).images)
+    torch.testing.assert_close(dataset_outputs(psc, data, "test").packed, expected.packed, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UsageError, match="read through the model's preprocessing"):
+        dataset_outputs(psc, replace(data, preprocess=replace(psc.preprocess, mean=(0.0,))), "test")
+
+
+OF_ALL = {
+    "item": "string", "epistemic": "float", "log_density": "float", "ood_score": "float", "ood_p_value": "float",
+    "checks": "map<string, float ('checks')>", "is_ood": "bool", "decision": "string", "error": "string",
+}  # fmt: skip
+"""Arrow's names of the types of columns."""
+
+OF_TASK = {
+    "tiny_bundle": {
+        "label": "string", "class_index": "int64", "confidence": "float", "probabilities": "list<element: float>",
+        "predictive_entropy": "float", "prediction_set": "list<element: string>",
+    },
+    "angle_bundle": {
+        "target": "struct<name: string, unit: string>", "mean": "float", "aleatoric": "float", "lower": "float",
+        "upper": "float",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bundle", OF_TASK)
+def test_types_of_columns(bundle: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    model = load_model(request.getfixturevalue(bundle), device="cpu", allow_factories=["tests.tiny:network"])
+    images = next(open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=model.preprocess).batches(3)).images
+    columns = merge(list("abcd"), [None, None, "damaged", None], columns_of(model.predict(images), model.task))
+    write(columns, model.task.columns(), tmp_path / "part.parquet")
+    written = parquet.read_schema(tmp_path / "part.parquet")
+    assert {field.name: str(field.type) for field in written} == OF_ALL | OF_TASK[bundle]
