@@ -393,8 +393,8 @@ def test_filters_and_sorts(page: Driver, files: dict[str, Path]) -> None:
     classify(page, files["clear"], files["between"], files["strange"], files["broken"], failed=1)
     until(lambda: order(page) == ["broken.png", "strange.png", "between.png", "clear.png"])
     for value, names in {
-        "unsure": ["broken.png", "between.png", "strange.png", "clear.png"],
-        "strange": ["broken.png", "strange.png", "between.png", "clear.png"],
+        "unclear": ["broken.png", "between.png", "strange.png", "clear.png"],
+        "unusual": ["broken.png", "strange.png", "between.png", "clear.png"],
     }.items():
         find(page, f"#sort option[value={value}]")[0].click()
         until(lambda names=names: order(page)[:2] == names[:2])
