@@ -51,7 +51,6 @@ GRAPH: Final = "backbone.onnx"  # the file for a network that no name can build,
 HISTORY: Final = "recalibrations"  # in a bundle's provenance: its recalibrations, the oldest first
 MAX_NAME: Final = 200  # maximum length of a model name, in characters
 MAX_ARGUMENT: Final = 1 << 16  # maximum magnitude of a number among a network's arguments, which are sizes and counts
-
 _Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
@@ -162,10 +161,7 @@ def check_network(network: Mapping[str, Any]) -> None:
 
 
 class Manifest(_Strict):
-    """The content of ``manifest.json``; ``docs/bundle-format.md`` describes every field.
-
-    :func:`manifest_of` creates one, of a subclass with the fields of its task.
-    """
+    """The content of ``manifest.json``, see ``docs/bundle-format.md``; a subclass adds the fields of its task."""
 
     task_type: ClassVar[type[Task]]
 
@@ -297,20 +293,14 @@ def leaves(value: Any) -> Iterable[Any]:
 
 
 _MAX_REPEATED: Final = 1000  # maximum length of the repeated settings, in characters
-
 _LIBRARY_NETWORK: Final = re.compile(rf"({'|'.join(LIBRARIES)}):[A-Za-z0-9_.-]+")
 _OWN_WEIGHTS: Final = {"hf": "hf:DIR", "onnx": "onnx:FILE"}  # specs of networks that bring their weights
 _FILES: Final = {"hf:DIR": "", "onnx:FILE": "--preprocess FILE "}  # an ONNX file describes no preprocessing
-
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_+.:][A-Za-z0-9_+.:-]*")
 
 
 def fit_command(body: Mapping[str, Any]) -> str:
-    """Return the ``psc-fit`` command that refits a bundle of another version.
-
-    It repeats the recorded settings if all of them are plain words, and otherwise none; not those that suited the
-    machine of then.  Paths and factories are left as placeholders.
-    """
+    """Return the ``psc-fit`` command that refits a bundle, with the recorded settings if all are plain words."""
     try:
         flags = _repeated(body["provenance"])
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -372,10 +362,7 @@ def is_bundle(path: Path) -> bool:
 
 
 def check_target(path: Path, *, overwrite: bool = True) -> None:
-    """Check that a bundle can be written to ``path``, before hours are spent on fitting it.
-
-    What is behind a link is somebody's release, which stays as it is.
-    """
+    """Check that a bundle can be written to ``path``; what is behind a link is somebody's release, and stays."""
     if path.is_symlink():
         raise BundleError(
             f"cannot write a bundle to {path}, it is a link to {path.readlink()}, which stays as it is; write to "
@@ -399,10 +386,7 @@ def check_target(path: Path, *, overwrite: bool = True) -> None:
 def write_bundle(
     path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]], graph: bytes | None = None
 ) -> Manifest:
-    """Write a bundle to the directory ``path`` and replace one that is there; its other files and folders stay.
-
-    Equal input gives equal bytes.  A ``graph`` is an ONNX model that takes the place of the network's tensors.
-    """
+    """Write a bundle, the same bytes for equal input; of one that it replaces other files and folders stay."""
     check_target(path)
     blobs = {f"{part}.safetensors": _serialise(tensors) for part, tensors in parts.items()}
     if graph is not None:

@@ -86,10 +86,7 @@ class LoaderWarning(UserWarning):
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line by which a program called this package, however deep the cause lies.
-
-    The package is left where its outermost frame was called: frames of decorators may lie between its own.
-    """
+    """Warn at the line by which a program called this package, however deep the cause lies."""
     frame, level, outermost = inspect.currentframe(), 0, 0
     while frame is not None:
         level += 1

@@ -232,10 +232,7 @@ class PartCount:
 
 
 class PartWriter:
-    """Computes the outputs of parts with one model and writes them.
-
-    ``maps`` gets a PNG of each image with an answer: ``00003-0017.png`` for row 17 of part 3, both from 0.
-    """
+    """Computes the outputs of parts and writes them; row 17 of part 3 has the map ``00003-0017.png``, both from 0."""
 
     def __init__(
         self, model: FittedModel, out: Path, file_format: str, threads: int | None = None, maps: Path | None = None

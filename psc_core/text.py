@@ -24,32 +24,16 @@ from typing import Any, Final
 from psc_core.errors import DataError, UsageError, listed, shortened
 
 SHOWN: Final = 5  # maximum number of names in a message
-# Blanks at the ends, also those without a width, which a spreadsheet or a byte order mark leaves behind.
-_BLANK_ENDS: Final = re.compile(r"^[\s\ufeff\u200b]+|[\s\ufeff\u200b]+$")
+_BLANK_ENDS: Final = re.compile(r"^[\s\ufeff\u200b]+|[\s\ufeff\u200b]+$")  # with what spreadsheets leave behind
 
 
 def composed(name: str) -> str:
-    """Return a name in Unicode's NFC, without blanks at its ends.
-
-    Example:
-        >>> composed("cafe\\u0301 ") == "caf\\u00e9"
-        True
-    """
+    """Return a name in Unicode's NFC, without blanks at its ends."""
     return _BLANK_ENDS.sub("", unicodedata.normalize("NFC", name))
 
 
 def class_names(classes: Any, noun: str = "classes") -> tuple[str, ...]:
-    """Return class names in the order of their labels, :func:`composed`.
-
-    Args:
-        classes: A sequence of names, or a mapping between names and labels in either direction, as ``class_to_idx`` of
-            torchvision and ``id2label`` of transformers are.
-        noun: What messages call them.
-
-    Example:
-        >>> class_names({"zebra": 1, "ant": 0})
-        ('ant', 'zebra')
-    """
+    """Return class names, listed or mapped to or from their labels, in the order of the labels, :func:`composed`."""
     given = _by_label(classes, noun) if isinstance(classes, Mapping) else _listed_names(classes, noun)
     odd = [name for name in given if not isinstance(name, str)]
     if odd:
@@ -111,18 +95,11 @@ def _label(value: Any) -> int | None:
     return None if index is None or isinstance(value, bool) else int(index())
 
 
-# The line by which a file tells Excel what separates its columns.
-_SAID: Final = re.compile(r"sep=([,;\t|])[\r\n]*", re.IGNORECASE)
-
+_SAID: Final = re.compile(r"sep=([,;\t|])[\r\n]*", re.IGNORECASE)  # tells Excel the delimiter
 _QUOTED: Final = re.compile(r'"(?:[^"]|"")*"')
-
-# The first bytes of what Excel calls Unicode text, and its encoding.
-_WIDE: Final = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-
+_WIDE: Final = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # what Excel calls Unicode text
 _GROUPED: Final = r"[1-9][0-9]{0,2}(?:%s[0-9]{3})+"
 _BLANK: Final = "[ '\u00a0\u2009\u2019\u202f]"  # what separates groups of digits and cannot be a decimal mark
-
-
 _NOT_FINITE: Final = re.compile(r"[+-]?(nan|inf(inity)?)", re.IGNORECASE)
 
 
@@ -146,10 +123,7 @@ class SeparatedValues:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return one line for each row of cells, in columns two spaces apart; a row may lack its last cells.
-
-    The columns in ``left`` are aligned to the left, all others to the right.
-    """
+    """Return one line for each row, which may lack its last cells, aligned right but for the columns in ``left``."""
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]
     return ["  ".join(map(str.format, formats, row)).rstrip() for row in rows]
@@ -221,14 +195,7 @@ def number_marks(texts: Iterable[str], delimiter: str) -> str:
 
 
 def parse_number(text: str, marks: str = ".") -> float | None:
-    """Return the number that a text is, or None if it is none.
-
-    Args:
-        text: The text; blanks and apostrophes may separate groups of three digits.
-        marks: ``"."``: a decimal point, and no comma; ``".,"``: commas may separate groups of digits; ``","``: a
-            decimal comma, and points may separate groups; empty: unknown, so that only what both read alike, or one
-            alone can read, is a number.
-    """
+    """Return the number that a text is, by :func:`number_marks` (empty: unknown), or None if it is none."""
     point, comma = _readings(text)
     if marks == ".":
         return None if "," in text else point

@@ -162,15 +162,7 @@ def _add_run_flags(group: _Group) -> None:
 def _add_setting(
     group: _Group, name: str, text: str, *, metavar: str | None = None, default: str | None = None
 ) -> None:
-    """Add the flag of a field of :class:`.FitSettings`, with its range or choices and its default.
-
-    Args:
-        group: The flags that it belongs to.
-        name: The name of the field.
-        text: What it does.
-        metavar: What stands for its value; None: ``N``, or nothing for a rate or a choice.
-        default: The default in words, where None alone would not say what happens.
-    """
+    """Add the flag of a field of :class:`.FitSettings`; ``default`` says in words what None means."""
     value, wanted, choices = getattr(DEFAULTS, name), FACTS[name].range, choices_of(name)
     takes_auto = value is None and default is None
     shown = default or ("auto" if value is None else value)

@@ -92,7 +92,6 @@ def check_free(folder: Path, names: Iterable[str]) -> None:
 
 
 DEFAULT: Final = "imagenet"  # preset for networks that say nothing of their preprocessing
-
 _REMEDY: Final = "give a JSON file"
 
 

@@ -100,10 +100,7 @@ def job_of(
     compute: Compute,
     configuration: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the inputs of the stages in a checkpoint, JSON types; ``configuration`` is a file of the network.
-
-    Image files count by name, size and the time of their last change: an edited bitmap keeps its size.
-    """
+    """Return the inputs of a checkpoint, JSON types; files count by size and time: an edited bitmap keeps its size."""
     on = {
         "preprocess": data.train.preprocess.to_json(),
         "modified": [_modified(data.train), _modified(data.val)],
@@ -357,10 +354,7 @@ def timed_fit(job: Job, size: int, max_bad_images: int) -> tuple[float, int]:
 
 
 def extrapolate(sizes: tuple[int, int], seconds: tuple[float, float], images: int) -> float:
-    """Return the seconds for ``images`` on the line through two measurements.
-
-    Where noise makes the line fall, half of the larger fit's time is assumed to be in proportion to its images.
-    """
+    """Return the seconds for ``images`` on the line through two fits; where noise makes it fall, half is fixed."""
     slope = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0]) if sizes[1] > sizes[0] else 0.0
     if slope <= 0:
         slope = seconds[1] / sizes[1] / 2

@@ -125,10 +125,7 @@ def load_writer(
 
 
 def check_version(file: Path, version: str) -> None:
-    """Write the bundle's version beside its outputs, or compare it with the one that is there.
-
-    Several processes may do so at once: the file appears with its content, and is written only where there is none.
-    """
+    """Write the bundle's version beside its outputs, as a whole file since several processes may, or compare it."""
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise UsageError(f"{file} is a link or no regular file; remove it, or give another --out")
     if not file.exists():

@@ -29,8 +29,7 @@ from psc_core.images.files import read_file, sample_file
 from psc_core.images.preprocess import Preprocess
 from psc_core.text import class_names, composed
 
-# One image (channels, height, width): ``uint8`` pixels, or a ``float32`` input from a loader.
-RawImage = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
+RawImage = npt.NDArray[np.uint8] | npt.NDArray[np.float32]  # one image (channels, height, width)
 
 
 @runtime_checkable  # so that annotations can be checked at run time
@@ -80,10 +79,7 @@ class ArraySource(_IdentifiedByContent):
 
 @dataclass(frozen=True)
 class TensorSource(_IdentifiedByContent):
-    """Images of the network's size in one array (n, channels, height, width): ``float32`` inputs or ``uint8`` pixels.
-
-    They cannot be resized.
-    """
+    """Images of the network's size in one array (n, channels, height, width), ``float32`` inputs or ``uint8`` ones."""
 
     images: npt.NDArray[Any]
 
@@ -269,10 +265,7 @@ class ImageDataset:
         return bool((self.labels != firsts).any())
 
     def in_order(self, classes: Sequence[str]) -> ImageDataset:
-        """Return the data set with its labels in the order of ``classes``, or unchanged if the class names differ.
-
-        Classes without images may be missing where the data set cannot name them.
-        """
+        """Return the labels in the order of ``classes``; the data set itself if the class names differ."""
         classes = tuple(map(composed, classes))
         absent = {*classes} - {*self.classes}
         is_whole = len({*classes}) == len(classes) and {*self.classes} <= {*classes}
@@ -412,11 +405,7 @@ def drawn(dataset: ImageDataset, count: int, seed: int = 0) -> ImageDataset:
 
 
 def balanced(dataset: ImageDataset, count: int | None, seed: int = 0) -> ImageDataset:
-    """Draw at most ``count`` random images (None: all), equally many of each class, and keep their order.
-
-    An image with several labels counts for the first.  If a class has fewer images than its quota, the other classes
-    get the rest.
-    """
+    """Draw at most ``count`` images (None: all), equally many of each class if it has them, and keep their order."""
     if count is None or count >= len(dataset):
         return dataset
     return dataset.subset(balanced_positions(dataset, count, seed))

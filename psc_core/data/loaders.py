@@ -37,19 +37,12 @@ from psc_core.images.described import as_preprocess
 from psc_core.images.preprocess import Preprocess, as_batch, check_known, described, mode_of, read_image
 from psc_core.text import class_names, composed
 
-# Number of examples that are read twice to see whether they change; a random flip may spare some of them.
-READ_TWICE: Final = 8
-
-# Tolerance for the mean difference between an input and its file, on the [0, 1] scale; another filter makes 0.01.
-OTHER: Final = 0.02
-
-# Maximum number of files whose headers are read to find their kinds: of a kind that is not rare, ten on average.
-MAX_HEADERS: Final = 2000
-
+READ_TWICE: Final = 8  # examples that are read twice to see whether they change; a random flip may spare some of them
+OTHER: Final = 0.02  # tolerance of the mean difference of input and file, on the [0, 1] scale; other filters make 0.01
+MAX_HEADERS: Final = 2000  # files whose headers are read to find their kinds: of one that is not rare, ten on average
 RARE: Final = 0.005  # share of the files below which a kind of file changes no rate that anybody would notice
 TRIED: Final = 32  # number of files of a kind with alpha among which some are sought whose background shows
 SHOWN_KINDS: Final = 5
-
 _ALPHA: Final = "alpha"
 
 _SAME_IMAGES: Final = (
@@ -126,10 +119,7 @@ def _paths_of(dataset: Any) -> list[str]:
 
 
 def _kinds_of(paths: Sequence[str]) -> dict[str, list[int]]:
-    """Return the indices of files by what their header says: format, mode, bits, alpha and orientation.
-
-    Of many files a part is read, in no order: every tenth may be of one kind.  Rare kinds are left out.
-    """
+    """Return the indices of files, of many a random part, by what their header says; rare kinds are left out."""
     count = min(len(paths), MAX_HEADERS)
     kinds: dict[str, list[int]] = {}
     for index in sorted(np.random.default_rng(0).choice(len(paths), count, replace=False).tolist()):
@@ -155,12 +145,7 @@ def _ways(preprocess: Preprocess, kind: str) -> list[Preprocess]:
 def _compare(
     dataset: Any, paths: Sequence[str], indices: Sequence[int], ways: list[Preprocess]
 ) -> tuple[float, float, str]:
-    """Compare a few files of one kind, read in the first of the ways, with the loader's inputs.
-
-    Returns:
-        The median of the mean differences on the [0, 1] scale, the share of the files that it is of, and what to do
-        about it.  Of files with alpha only those count whose background shows.
-    """
+    """Return the median difference on the [0, 1] scale, the share of files that it is of, and what to do about it."""
     std = torch.tensor(ways[0].std)[:, None, None]
     found: list[list[float]] = []
     tried, refused = 0, None
@@ -278,27 +263,18 @@ def _same(one: Any, other: Any) -> bool:
             return True
 
 
-# The mean or the standard deviation of each channel, or one number for all channels.
-Statistic = float | Sequence[float] | Tensor | npt.NDArray[Any]
+Statistic = float | Sequence[float] | Tensor | npt.NDArray[Any]  # of each channel, or of all
 
 
 @dataclass(frozen=True)
 class ObservedPreprocess(Preprocess):
-    """A stand-in for an unknown preprocessing, which takes the range of the inputs for 0 … 255.
-
-    This is enough for pictures and synthetic OOD images, but cannot turn a file into an input.
-    """
+    """A stand-in for an unknown preprocessing, for pictures: the range of the inputs is taken for 0 … 255."""
 
     is_known: ClassVar[bool] = False
 
     @classmethod
     def of_range(cls, shape: tuple[int, int, int], low: Sequence[float], high: Sequence[float]) -> ObservedPreprocess:
-        """Return the stand-in for inputs of ``shape`` from ``low`` to ``high`` in each channel.
-
-        Example:
-            >>> ObservedPreprocess.of_range((1, 4, 4), [-1.0], [1.0]).standardise(torch.tensor([[[[0, 255]]]]).byte())
-            tensor([[[[-1.,  1.]]]])
-        """
+        """Return the stand-in for inputs of ``shape`` from ``low`` to ``high`` in each channel."""
         channels, height, width = shape
         std = tuple(1 / (top - bottom) if top > bottom else 1.0 for bottom, top in zip(low, high, strict=True))
         mean = tuple(-bottom * scale for bottom, scale in zip(low, std, strict=True))
@@ -341,12 +317,7 @@ class LoaderDescription:
         return cls(None if preprocess is None else as_preprocess(preprocess), mean, std, names, number)
 
     def preprocess_of(self, shape: tuple[int, ...], low: Sequence[float], high: Sequence[float]) -> Preprocess:
-        """Return the preprocess for inputs of ``shape`` (channels, height, width) with values from ``low`` to ``high``.
-
-        Example:
-            >>> print(LoaderDescription(mean=0.5, std=0.25).preprocess_of((1, 8, 8), [-2.0], [2.0]))
-            L, resized to 8 × 8 pixels, bilinear; mean 0.5; std 0.25
-        """
+        """Return the preprocess for inputs of ``shape`` (channels, height, width), from ``low`` to ``high``."""
         channels, height, width = shape
         if self.preprocess is not None:
             if self.preprocess.shape != shape:
@@ -360,12 +331,7 @@ class LoaderDescription:
         return Preprocess(mode_of(channels), height, width, None, _each(self.mean, channels), _each(self.std, channels))
 
     def given(self) -> tuple[str, ...]:
-        """Return the names of the arguments by which a caller said something.
-
-        Example:
-            >>> LoaderDescription(mean=0.5, std=0.5, target=Target(name="age")).given()
-            ('mean', 'std', 'target')
-        """
+        """Return the names of the arguments by which a caller said something."""
         said = [name for name in ("preprocess", "mean", "std", "classes") if getattr(self, name) is not None]
         target = UNNAMED if self.target is None else self.target
         return (*said, *["target"] * (target.name != UNNAMED.name), *["unit"] * bool(target.unit))
@@ -386,15 +352,10 @@ def temporary_folder() -> str:
 
 
 ELSEWHERE: Final = "set TMPDIR to a folder of a larger disk"  # the remedy for a full disk
-# The keys under which a mapping may hold images; the first key present counts.
-IMAGE_KEYS: Final = ("pixel_values", "image", "images", "img", "x")
-
-# The keys under which a mapping may hold labels; the first key present counts.
-LABEL_KEYS: Final = ("labels", "label", "targets", "target", "y")
-
+IMAGE_KEYS: Final = ("pixel_values", "image", "images", "img", "x")  # of a mapping; the first key present counts
+LABEL_KEYS: Final = ("labels", "label", "targets", "target", "y")  # of a mapping; the first key present counts
 MAX_NUMBERED: Final = 1 << 16  # maximum number of classes without names
-# Number of label tensors that are joined at a time, so that the labels of single examples take little memory.
-JOINED: Final = 1024
+JOINED: Final = 1024  # label tensors that are joined at once, so that the labels of single examples take little memory
 
 
 def open_loader(  # noqa: PLR0913
@@ -474,12 +435,7 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
 def spool(
     data: Any, name: str, preprocess: Preprocess | None, classes: int | None = None
 ) -> tuple[npt.NDArray[Any], Tensor, list[float], list[float]]:
-    """Read all batches into a scratch file, or those up to a label that is none of this many ``classes``.
-
-    Returns:
-        The images (n, channels, height, width), float32 inputs or uint8 pixels; their labels (n,) or (n, labels of an
-        image); the smallest and the largest value of each channel.
-    """
+    """Read all batches into a scratch file; return images, labels, and the least and largest value of each channel."""
     labels: list[Tensor] = []
     first: npt.NDArray[Any] | None = None  # an empty array with the images' shape and dtype
     low, high, span = np.array(np.inf), np.array(-np.inf), list[int]()

@@ -63,11 +63,7 @@ SHOWN_CLASSES = 10  # maximum number of class names in an error message
 
 
 def match(images: Sequence[str], outputs: Sequence[str], name: str) -> tuple[tuple[str, ...], str]:
-    """Put the class names of images into the order of the network's outputs, with a note for the user, maybe empty.
-
-    If there are as many names as outputs but none of them matches, they keep their order: one side may use codes for
-    the names of the other.
-    """
+    """Put class names into the order of the network's outputs, with a note; codes for them keep their order."""
     found = _in_order(images, outputs, composed) or _in_order(images, outputs, _plain)
     if found is not None:
         moved = found != tuple(images)
@@ -81,10 +77,7 @@ def match(images: Sequence[str], outputs: Sequence[str], name: str) -> tuple[tup
 
 
 def in_network_order(data: ImageDataset, outputs: Sequence[str] | None) -> tuple[ImageDataset, str]:
-    """Return the images with their labels in the order of the network's outputs, and a note for the user.
-
-    Images without classes, and images for a network without class names, stay unchanged.
-    """
+    """Return the images with their labels in the order of the network's outputs, where both have names, and a note."""
     if not outputs or not data.classes:
         return data, ""
     classes, note = match(data.classes, outputs, data.name)
@@ -92,10 +85,7 @@ def in_network_order(data: ImageDataset, outputs: Sequence[str] | None) -> tuple
 
 
 def check_same(data: ImageDataset, classes: Sequence[str], whose: str) -> None:
-    """Check that a data set has exactly these classes, in this order.
-
-    Messages say ``whose`` classes are expected, such as ``"network's"``.
-    """
+    """Check that a data set has exactly these classes in this order; ``whose`` is such as ``"network's"``."""
     if data.classes != tuple(map(composed, classes)):
         raise _other_classes(data.classes, classes, data.name, whose)
 
@@ -402,10 +392,7 @@ _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Sh
 
 
 def read_idx(path: Path, *, ndim: int | None = None) -> npt.NDArray[np.uint8]:
-    """Read an IDX file of unsigned bytes, plain or compressed (with ``.gz`` after its name).
-
-    The header is two zero bytes, the type code, the number of axes, and the length of each axis as big-endian uint32.
-    """
+    """Read an IDX file, plain or ``.gz``: two zero bytes, type code, axes, and their lengths as big-endian uint32."""
     packed = path.with_name(path.name + ".gz")
     try:
         data = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
@@ -461,10 +448,7 @@ def ambiguous_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageData
 
 
 def dirty_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    """Join MNIST and Ambiguous-MNIST; validation takes 5,000 and 3,000 images, the proportion of the test sets.
-
-    In training an ambiguous image has ten labels; in validation and test it has one, the first.
-    """
+    """Join MNIST and Ambiguous-MNIST, whose training images have ten labels each, and others one."""
     return concatenate("dirty-mnist", [mnist(root, split, preprocess), ambiguous_mnist(root, split, preprocess)])
 
 
@@ -501,7 +485,6 @@ BUILT_IN: Mapping[str, Callable[[Path, str, Preprocess], ImageDataset]] = {
     "cifar10": cifar10,
     "rotated-mnist": rotated_mnist,
 }
-
 
 SPLITS = ("train", "val", "test")
 
@@ -584,12 +567,7 @@ def _parted(spec: str) -> tuple[str, str]:
 def image_folder(
     root: Path, preprocess: Preprocess, *, labelled_images: bool = True, empty_classes: bool = False
 ) -> ImageDataset:
-    """Open the images below ``root``; each of its folders is a class, in name order.
-
-    Hidden files and folders, such as a notebook's ``.ipynb_checkpoints`` and a Mac's ``._1.jpg``, are skipped.  Without
-    ``labelled_images`` all images form one class.  ``empty_classes`` accepts class folders without images, for test
-    sets that lack a class.
-    """
+    """Open the images below ``root``; each of its folders that are not hidden is a class, in name order."""
     if not root.is_dir():
         raise DataError(f"{root} is not a directory; give a directory of images")
     below = (entry for entry in root.iterdir() if entry.is_dir() and not is_hidden(entry.name))

@@ -49,11 +49,7 @@ from psc_core.network.output import check_network_output
 
 
 def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
-    """Return the T that minimises the NLL of softmax(f / T), within :data:`TEMPERATURES`.
-
-    The NLL is convex in β = 1/T, with slope Σ (E_p[f] − f_label) and curvature Σ Var_p[f], so this takes Newton steps,
-    with bisection in log β if a step leaves the bracket.
-    """
+    """Return the T in :data:`TEMPERATURES` with the least NLL of softmax(f / T), convex in β = 1/T, by Newton steps."""
     low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
     beta = 1.0
     for _ in range(100):
@@ -166,11 +162,7 @@ def fit_baselines(
 
 
 def full_density(z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], *, num_classes: int, kind: str) -> Density:
-    """Fit a density with as many components of the features as memory allows.
-
-    Every class has at least two labels; arguments and errors are those of
-    :func:`psc_core.density.fit_density`.
-    """
+    """Fit a density to classes of two labels or more with as many components of the features as memory allows."""
     inputs = functional.normalize(z) if DENSITIES[kind].unit_length else z
     mean = linalg.mean_of_rows(inputs)
     variances = linalg.eigh(linalg.scatter_about(inputs, mean) / (len(inputs) - 1)).values
@@ -198,10 +190,7 @@ def max_softmax_score(logits: Float[Tensor, "batch classes"]) -> Float[Tensor, "
 
 
 def knn_score(unit: Float[Tensor, "batch dim"], bank: Float[Tensor, "images dim"]) -> Float[Tensor, " batch"]:
-    """Return the Euclidean distance to the k-th nearest vector in ``bank``, or to the farthest if there are fewer.
-
-    For unit vectors this is ``√(2 − 2 cos)``; the bank is read in blocks, and the k largest cosines so far are kept.
-    """
+    """Return the distance to the k-th nearest unit vector of ``bank``, ``√(2 − 2 cos)``; the bank is read in blocks."""
     k = min(NEIGHBOURS, len(bank))
     best = unit.new_empty(len(unit), 0)
     for block in torch.split(bank, BANK_CHUNK):

@@ -84,7 +84,6 @@ QUALITIES: Final[Mapping[str, tuple[str, Callable[[Losses], float]]]] = {
     "coverage_at_risk_5_percent": ("cov@5%", lambda losses: coverage_at_risk(losses.confidence, losses.correct, 0.05)),
 }
 
-
 ENTROPY: Final = f"{PRIMARY}-entropy"  # the name of the score by which the service calls an image ambiguous
 EPISTEMIC: Final = f"{PRIMARY}-epistemic"  # the name of the head's epistemic uncertainty
 FIELDS: Final = {ENTROPY: "predictive_entropy", EPISTEMIC: "epistemic"}  # other scores of every answer, by field

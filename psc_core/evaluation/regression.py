@@ -128,10 +128,7 @@ class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, PlainNetwork]):
         return replace(numbers_of(model, torch.cat(outputs)), plain=torch.cat(plain) if plain else None)
 
     def quality_of(self, scored: ScoredNumbers, data: ImageDataset) -> dict[str, dict[str, float]]:
-        """Return ``rmse`` and ``crps`` in the target's unit, ``r2``, and ``nll`` in nats; or nothing without numbers.
-
-        The original network gives no deviation, so it has only an RMSE.
-        """
+        """Return RMSE, R², NLL and CRPS; of the original network, which gives no deviation, the RMSE alone."""
         if data.values is None:
             return {}
         plain = {} if scored.plain is None else {"original": {"rmse": metrics.rmse(scored.plain, data.values)}}

@@ -34,7 +34,6 @@ from psc_core.tasks.base import FloatArray, Outputs, Task
 from psc_core.text import composed
 
 _COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "sampled", "sample_probability"]
-
 SHOWN_IMAGES: Final = 8  # maximum number of images that are shown for each flip
 
 
@@ -140,10 +139,7 @@ class Replay:
         return found
 
     def flips(self) -> Iterator[tuple[str, str, list[Replayed]]]:
-        """Yield each change of decision among these rows with its most surprising images, each once.
-
-        For images that are now rejected the most typical come first, for images that are now accepted the most unusual.
-        """
+        """Yield each change with its images: now rejected ones most typical first, accepted ones most unusual first."""
         for before in self.decisions:
             for after in self.decisions:
                 found = [row for row in self.rows if (row.before.decision, row.after.decision) == (before, after)]
@@ -210,11 +206,7 @@ def replay(
 def _logged(
     log: Log, name: str, days: Sequence[str], scores: Sequence[str]
 ) -> tuple[list[tuple[Decided, float | None, int]], list[str], Outputs[FloatArray]]:
-    """Return each row as an answer, a weight and the position of its image, the paths of the images, and the scores.
-
-    Equal answers and weights share one object, because there may be millions of rows.  Scores are NaN where a file has
-    none of this name.
-    """
+    """Return each row as answer, weight and position of its image, all paths, and scores, NaN where a file has none."""
     answers: dict[tuple[str, str | None], Decided] = {}
     weights: dict[float, float] = {}
     at: dict[str, int] = {}

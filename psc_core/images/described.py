@@ -31,20 +31,14 @@ from psc_core.images.preprocess import PRESETS, Preprocess
 
 # The parts of a preprocessing that flags can replace: all of it; size and crop; the filter; mean and deviation.
 Aspect = Literal["whole", "size", "interpolation", "statistics"]
-
 # The known image processors of transformers, without the suffix of their names.
 BOTH_SIDES: Final = ("ViT", "DeiT", "Beit", "Blip", "DINOv3ViT", "EfficientNet", "Pvt", "Segformer", "Siglip")
 SHORTER_SIDE: Final = ("Bit", "CLIP", "ConvNext", "Levit", "MobileNetV1", "MobileNetV2", "PoolFormer")
-
 # The processors of network types whose oldest files do not name one.
 _OLDEST: Final = {"beit": "Beit", "convnext": "ConvNext", "deit": "DeiT", "swin": "ViT", "vit": "ViT"}
-
 _RESAMPLE: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # Pillow's filters by number
 _UNKNOWN_STEPS: Final = ("do_pad", "do_flip_channel_order", "do_color_quantize", "do_align_long_axis", "do_thumbnail")
-
 Geometry = tuple[int, int, int | None]  # (height, width, resize) of a :class:`Preprocess`
-
-
 Described = tuple[Preprocess, dict[Aspect, str]]  # and a sentence for each part of a description that it approximates
 
 
@@ -108,11 +102,7 @@ class _Network(NamedTuple):
 
 
 def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin: str) -> Described:
-    """Read the preprocessing of a transformers image processor.
-
-    ``written`` is the content of ``preprocessor_config.json``, ``origin`` its name, ``config`` the network's
-    configuration.
-    """
+    """Read an image processor of transformers: its file's content, its network's configuration, and its name."""
     try:
         processor = _Processor.model_validate(dict(written))
     except ValidationError as error:
@@ -306,7 +296,6 @@ def _statistics(processor: _Processor, model: str, channels: int) -> tuple[tuple
 
 # The attributes of torchvision's ``ImageClassification``, which lies in a private module.
 _OF_TORCHVISION: Final = ("crop_size", "resize_size", "mean", "std", "interpolation")
-
 _REMEDY: Final = 'say what it does to a file, as Preprocess("RGB", 224, 224, 256, mean, std), or take one of PRESETS'
 
 

@@ -32,7 +32,6 @@ from psc_core.images.files import read_file
 Pixels = UInt8[Tensor, "batch channels height width"]
 Inputs = Float[Tensor, "batch channels height width"]
 Images = Pixels | Inputs
-
 MAX_INPUT_PIXELS: Final = 1 << 22  # maximum size of the network input, height × width in pixels
 MAX_RESIZE: Final = 8192  # maximum length of the shorter side before the crop, in pixels
 _CHANNELS = {"L": 1, "RGB": 3}
@@ -43,15 +42,10 @@ _FILTERS = {name: Image.Resampling[name.upper()] for name in INTERPOLATIONS}
 # at most 1 of 255; for tall images, whose columns Pillow resizes before the rows, by more where a bicubic filter
 # overshoots.
 RESIZERS: Final = ("torch", "pillow")
-
-# Largest relative difference of two means or deviations that may be the same number, once kept as float32.
-_ROUNDING: Final = 1e-6
-
+_ROUNDING: Final = 1e-6  # relative difference of two means or deviations that may be one number, kept as float32
 # What to do where it is unknown how files become inputs.
 MAKE_KNOWN: Final = "give fit the mean and std of your transform, fit(…, mean=…, std=…), or preprocess=…"
-
-# Maximum size of a resized image that PyTorch makes, in crops: unlike Pillow it resizes the whole and then crops.
-_MAX_ENLARGED: Final = 4
+_MAX_ENLARGED: Final = 4  # size in crops of what PyTorch resizes: unlike Pillow it resizes the whole and then crops
 
 
 @dataclass(frozen=True)
@@ -256,8 +250,6 @@ def mode_of(channels: int) -> str:
 
 # The presets by name; flags of the command line override single fields.
 PRESETS: Mapping[str, Preprocess] = {name: Preprocess(*fields) for name, fields in PRESET_FIELDS.items()}
-
-
 # One image: a path, an encoded file, a Pillow image, or ``uint8`` pixels (height, width) or (height, width, 3).
 ImageLike = str | Path | bytes | Image.Image | npt.NDArray[Any]
 

@@ -26,7 +26,6 @@ from psc_core.log.store import (
 )
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-
 _WRITTEN: Final = re.compile(rf"{LABELS}/written-(\d{{4}}-\d\d-\d\d)-")  # labels from which some were erased
 _PARTIAL_AGE: Final = timedelta(hours=1)  # the age after which an incomplete file will never be completed
 
@@ -51,10 +50,7 @@ class Pruned:
 
 
 def erase(log: Log, sha256: str) -> Erased:
-    """Remove an image: its file, complete or not, its digest and path in every row, and its labels.
-
-    Rows that a service has not written yet are not found.
-    """
+    """Remove an image's file, complete or not, its digest and path in every row that is written, and its labels."""
     sha256 = sha256.lower()
     if _DIGEST.fullmatch(sha256) is None:
         raise UsageError(
@@ -86,11 +82,7 @@ def erase(log: Log, sha256: str) -> Erased:
 
 
 def prune(log: Log, days: int, now: datetime | None = None, *, ended: Event | None = None) -> Pruned:
-    """Remove rows of days that ended more than ``days`` days ago, and images and labels written before then.
-
-    Each row that names an image writes the image again, so no remaining row loses its image.  Files that were never
-    completed are removed too.
-    """
+    """Remove rows of days that ended over ``days`` days ago, older images and labels, and incomplete files."""
     ended = ended or Event()
     now = (now or datetime.now(UTC)).astimezone(UTC)
     first = now.date() - timedelta(days)

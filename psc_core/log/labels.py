@@ -40,13 +40,10 @@ from psc_core.log.store import (
 from psc_core.text import check_columns, composed, number_marks, open_csv
 
 LabelKind = Literal["label", "none_of_the_classes", "cannot_tell"]
-
 LABEL_KINDS: Final[tuple[LabelKind, ...]] = get_args(LabelKind)  # this label; none of the classes; nobody can tell
-
 LABEL: Final = "label"
 NONE_OF_THE_CLASSES: Final = "none_of_the_classes"
 CANNOT_TELL: Final = "cannot_tell"
-
 Key = tuple[str | None, str | int | None]  # a request and a position, or a model and the digest of an image
 
 
@@ -140,7 +137,6 @@ def joined(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any]:
 
 
 MAX_TASKS_BYTES: Final = 1 << 30  # maximum size of a file of answers, in bytes
-
 _MAX_SOURCE: Final = 200
 
 
@@ -184,10 +180,7 @@ def read_answers(path: Path) -> Iterator[HumanAnswer]:
 
 
 def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None) -> list[Label]:
-    """Return the labels for answers on images that have rows in the log.
-
-    An answer on an image given by its digest becomes a label for each model that has the image and can predict it.
-    """
+    """Return the labels for answers; an image by its digest gets one for each model that can predict the answer."""
     given = list(answers)
     rows: dict[Any, dict[str, _Row]] = {each.key: {} for each in given}
     for name in models_in(log) if model is None else [logged_model(log, model)]:

@@ -45,9 +45,7 @@ from psc_core.log.store import (
 )
 
 MAX_CANDIDATES: Final = 100_000  # maximum number of a model's images that are considered, the newest ones
-
 SAMPLE, NEAR, STRANGE, DIVERSE = "sampled", "near a threshold", "strange", "diverse"
-
 FloatMatrix = npt.NDArray[np.float64]
 
 
@@ -225,10 +223,7 @@ class Unreviewed:
 
 
 class UnreviewedImages:
-    """Finds these images, and reads each file of labels only once, because a service writes one for each label.
-
-    Memory holds 0.1 KiB for each label, and the rows of one file without their probabilities.  Not thread-safe.
-    """
+    """Finds these images, and reads each file of labels once, since a service writes one for each; not thread-safe."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -236,10 +231,7 @@ class UnreviewedImages:
         self._reviewed: set[int] = set()  # hashes of the keys of reviewed images
 
     def newest(self, *, limit: int, seconds: float) -> list[Unreviewed]:
-        """Return the newest unreviewed images, each once even if its bytes came in several requests.
-
-        After so many seconds no further file is opened; labels that were not read in time are not known.
-        """
+        """Return the newest unreviewed images, each once; after so many ``seconds`` no further file is opened."""
         ends = time.monotonic() + seconds
         self._read_labels(ends)
         found: dict[str, Unreviewed] = {}

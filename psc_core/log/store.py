@@ -34,7 +34,6 @@ from psc_core.text import composed
 MODELS: Final = "models"
 IMAGES: Final = "images"
 LABELS: Final = "labels"
-
 # The columns of rows and labels that identify an image; only rows have its path.
 REQUEST_ID: Final = "request_id"
 IMAGE_INDEX: Final = "image_index"
@@ -114,7 +113,6 @@ def model_path(version: str) -> str:
 
 
 _OPTIONS: Final = ("region", "endpoint_override")
-
 _SECONDS: Final = 3.0  # after which a bucket that accepts no connection or does not answer is given up
 
 
@@ -372,7 +370,6 @@ def pixels_of(file: bytes) -> npt.NDArray[np.uint8]:
 
 
 _NAME: Final = re.compile(r"[0-9a-f]{64}\.[a-z]{3,4}")
-
 _BLOCK_BYTES: Final = 1 << 20
 
 

@@ -40,8 +40,7 @@ from psc_core.network.output import check_same
 from psc_core.network.weights import load_weights
 from psc_core.settings import Precision
 
-# Tracing replaces methods of ``nn.Module`` for all threads, so only one trace may run at a time.
-_one_trace = threading.Lock()
+_one_trace = threading.Lock()  # tracing replaces methods of ``nn.Module`` for all threads
 
 
 class _Recorder(fx.Tracer):
@@ -80,10 +79,7 @@ class _Recorder(fx.Tracer):
 
 
 def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx.GraphModule:
-    """Trace ``net`` and keep only the operations for ``layers``, and for the logits if ``keep_output``.
-
-    The forward of the result returns a tuple: one tensor per layer in the order given, then the logits.
-    """
+    """Keep only the operations for ``layers`` and, if ``keep_output``, the logits; forward returns them as a tuple."""
     root = shared_copy(net)
     tracer = _Recorder(set(layers))
     try:
@@ -192,11 +188,7 @@ def _attach(net: nn.Module, name: str, hook: Callable[..., None]) -> RemovableHa
 
 @torch.inference_mode()
 def plan_stop(net: nn.Module, layers: Sequence[str], trial: Tensor) -> HookPlan:
-    """Plan to stop after the last wanted layer and to drop the modules that are called only after it.
-
-    The whole network runs if the trial input calls that layer more than once, because another input may call it more
-    often.
-    """
+    """Plan to stop after the last wanted layer, if it is called once, and to drop modules that are called later."""
     events: list[str] = []
     entered: list[tuple[int, str]] = []
 
@@ -218,10 +210,8 @@ def plan_stop(net: nn.Module, layers: Sequence[str], trial: Tensor) -> HookPlan:
 
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
-
 # The canonical features (batch, channels, spatial) of each layer, and the logits if they are kept.
 FeaturesAndOutput = tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]
-
 _CUT_ERROR = 1e-5  # maximum difference between the traced and the original network, relative to the largest value
 
 
@@ -297,9 +287,7 @@ class Backbone(nn.Module):
         return features, kept
 
     def fused(self, precision: Precision) -> Backbone:
-        """Return a faster copy (:func:`psc_core.network.fuse.fuse`) with the same features up to rounding; not for
-        storing.
-        """
+        """Return a faster copy with the same features up to rounding, not for storing."""
         if self.onnx is not None and precision != "fp32":
             raise NetworkError(f"an ONNX network computes in float32, got precision {precision}; leave it out")
         return Backbone(fuse(self.body, precision=precision), self.cut, images_format(self.body, precision), precision)
@@ -336,11 +324,7 @@ def onnx_backbone(body: OnnxBody, layers: Sequence[str], *, keep_output: bool) -
 
 
 def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, trial: Inputs | None = None) -> Backbone:
-    """Cut ``net`` after ``layers``; the result shares the weights of ``net``.
-
-    With ``trial``, one input, the traced network is checked against the original, and a network that cannot be traced
-    is cut by hooks.
-    """
+    """Cut ``net`` after ``layers``, sharing its weights; a ``trial`` checks the trace, and hooks cut where it fails."""
     if isinstance(net, OnnxNetwork):
         if trial is None:
             raise NetworkError("an ONNX network is cut for images of one size; pass a trial input")
@@ -419,11 +403,7 @@ def rebuild_backbone(
 
 
 def feature_step(backbone: Backbone, precision: Precision | None = None) -> FeatureStep:
-    """Return a function from images to the features of ``backbone``, without logits.
-
-    With a ``precision`` the network is fused for it, as in serving; without one it runs as it was cut, which is as fast
-    if every layer is wanted.
-    """
+    """Return a function from images to features; with a ``precision`` the network is fused for it, as in serving."""
     running = backbone if precision is None else backbone.fused(precision)
     return lambda images: running(images)[0]
 
@@ -432,15 +412,7 @@ _TRANSFORMERS_INPUT: Final = "pixel_values"  # what transformers' networks for i
 
 
 def readable_copy(net: object) -> nn.Module:
-    """Return a copy of ``net`` in evaluation mode and single precision that returns logits and can be hooked.
-
-    ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel`` run the same network faster, but hide its
-    layers; the network inside them is copied.  A classifier of transformers gives its logits alone.
-
-    Example:
-        >>> readable_copy(nn.DataParallel(nn.Linear(2, 3).half())).weight.dtype
-        torch.float32
-    """
+    """Return a copy in evaluation mode and single precision that returns logits, of the network that wrappers hide."""
     if not isinstance(net, nn.Module):
         raise UsageError(
             f"expected a network, that is an nn.Module, got a {type(net).__name__}; build one and load its weights, as "

@@ -239,7 +239,6 @@ WEIGHT_FILES: Final = (
 _OUTPUTS: Final = 2  # the default number of outputs, which transformers does not write down
 # The settings that choose the code of an operation, possibly code from the hub.
 _KERNELS: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?")
-
 _PYTORCH_KERNELS: Final = ("eager", "sdpa")  # the values of these settings that need nothing but PyTorch
 _NO_NAME: Final = re.compile(r"LABEL_\d+")  # the names that transformers gives to classes without names
 
@@ -380,15 +379,7 @@ def _quiet() -> Iterator[None]:
 
 
 def describe(spec: str, *, allow_download: bool = False) -> NetworkSpec:
-    """Read a network's description of itself, which is quick and needs no data.
-
-    Args:
-        spec: A spec for :func:`psc_core.load_network`.
-        allow_download: Whether to download from the hub what its cache lacks.
-
-    Raises:
-        NetworkError: If the folder is missing, or a file in it is missing or malformed.
-    """
+    """Read what a network's files say of it, which is quick and needs no data."""
     for prefix, describer in DESCRIBERS.items():
         if spec.startswith(prefix):
             found = describer(spec.removeprefix(prefix), allow_download)

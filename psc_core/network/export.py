@@ -41,10 +41,7 @@ MODEL: Final = "model.onnx"
 
 
 def to_onnx(backbone: Backbone, size: Size) -> Backbone:
-    """Return a truncated network that runs in ONNX Runtime, exported once and then read from the cache.
-
-    It is traced and in float32, and does not change; the exported network takes any number of images of this size.
-    """
+    """Return a traced float32 network as one that ONNX Runtime runs, exported once, for any number of images."""
     spec = json.dumps({**backbone.spec(), "size": size}, sort_keys=True).encode()
     weights = save({key: value.contiguous() for key, value in backbone.state_dict().items()})
     kept = cache_file("onnx", spec, weights)

@@ -151,15 +151,11 @@ BUILDERS: Mapping[str, Callable[[str, int, Mapping[str, Any]], nn.Module]] = {
     "timm": from_timm,
 }
 
-
 logger = logging.getLogger("psc.cache")
 
 
 def need_no_folder() -> None:
-    """Let PyTorch be imported where no folder may be written to, as in a container with a read-only file system.
-
-    The import of ``torch.compile``, which torchvision asks for, makes a folder for what it would compile.
-    """
+    """Keep the import of ``torch.compile``, by torchvision, from making a folder where none can be made."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
@@ -175,11 +171,7 @@ def cache_file(suffix: str, *given: bytes) -> Path:
 
 
 def version_of(module: str) -> str:
-    """Return the version of an installed module; empty if it cannot be imported or does not tell.
-
-    Most distributions bear the name of their module, and asking them does not import it, which takes seconds.  Others
-    bring it under another name, as onnxruntime-gpu, onnxruntime-openvino and onnxruntime-directml do.
-    """
+    """Return the version of a module; empty if it cannot be imported or does not tell."""
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:
@@ -191,10 +183,7 @@ def version_of(module: str) -> str:
 
 
 def read_checked(file: Path) -> bytes | None:
-    """Return the bytes that :func:`write_checked` wrote, or None if the file is missing or has changed.
-
-    The digest in the file detects damage, not forgery, so a file that another user could have written is not read.
-    """
+    """Return what :func:`write_checked` wrote, or None; the digest detects damage, not what others have written."""
     try:
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)) as kept:
             status = os.fstat(kept.fileno())
@@ -227,15 +216,10 @@ def write_checked(file: Path, content: bytes) -> None:
 
 
 ONNX: Final = "onnx:"  # prefix of the spec of a network in an ONNX file
-# Name of the attribute of a loaded network that holds its :class:`NetworkSpec`, from which a bundle rebuilds it.
-SPEC: Final = "psc_spec"
-
-# Name of the attribute of a loaded network that says how its weights were found in their file.
-NOTES: Final = "psc_weights_notes"
-
+SPEC: Final = "psc_spec"  # attribute of a loaded network: its :class:`NetworkSpec`, from which a bundle rebuilds it
+NOTES: Final = "psc_weights_notes"  # attribute of a loaded network: how its weights were found in their file
 # The reason why a network has no spec, for messages.
 BUILT_BY_HAND: Final = "no name builds this network again; a bundle holds it as an ONNX graph"
-
 MAX_WEIGHTS: Final = 1 << 31  # maximum number of weights of a network in a bundle (8 GiB in float32)
 MAX_MODULES: Final = 1 << 15  # maximum number of modules of a network in a bundle
 
@@ -331,11 +315,7 @@ def notes_of(net: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def bounded_size(spec: NetworkSpec) -> Iterator[None]:
-    """Limit the size of networks built in this context, for untrusted specs.
-
-    Networks of torchvision and timm are first built without memory (on torch's ``meta`` device), so that a network of
-    terabytes is rejected before any of it exists.  Then, and for factories, weights are counted as they are registered.
-    """
+    """Limit the size of networks built here, for untrusted specs: first on ``meta``, so that no terabytes exist."""
     if not spec.is_factory:
         with _counting(), suppress(RuntimeError), torch.device("meta"):  # some builders cannot run on it
             build(spec)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
 # True if networks can be exported to ONNX and run; a folder that an uninstalled package left has no origin.
 INSTALLED: Final = all((spec := importlib.util.find_spec(name)) and spec.origin for name in PACKAGES)
-
-
 _CONVOLUTIONS: Final = frozenset({"Conv", "ConvInteger", "QLinearConv"})
 _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"})
 
@@ -82,22 +80,12 @@ def _operations(node: NodeProto, sizes: Mapping[str, tuple[int, Shape]], weights
     return max((math.prod(shape(name)) for name in (*node.input, *node.output) if name), default=0)
 
 
-# Maximum number of sessions, each with its own copy of the weights: a service runs small batches on fewer threads.
-MAX_SESSIONS: Final = 2
-
+MAX_SESSIONS: Final = 2  # each with its own weights: a service runs small batches on fewer threads
 _PROVIDERS: Final = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 class OnnxBody(nn.Module):
-    """A graph in ONNX Runtime, on the device of this module; thread-safe.
-
-    A session has a fixed number of threads, so on a CPU there is one for each number that PyTorch has been set to.
-
-    Args:
-        model: The output of :mod:`.export` or of :mod:`.onnx_graph`: a graph from float32 ``images`` (batch, channels,
-            height, width) to float32 outputs (batch, …).  A graph for a single image is run once for each image.
-        cost: The cost of one image, if it has been counted.
-    """
+    """A graph from float32 ``images`` in ONNX Runtime, on this module's device; thread-safe."""
 
     place: Tensor
 
@@ -153,10 +141,7 @@ class OnnxBody(nn.Module):
 
 
 def keep_from_compiler(network: nn.Module) -> None:
-    """Exclude each graph in ``network`` from ``torch.compile``, because PyTorch computes nothing of it.
-
-    A decorator on ``forward`` would do the same, but load the compiler wherever this module is imported.
-    """
+    """Exclude graphs from ``torch.compile``; a decorator on ``forward`` would load the compiler with this module."""
     for part in network.modules():
         if isinstance(part, OnnxBody):
             part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign, no-untyped-call]
@@ -190,7 +175,6 @@ def _start(model: bytes, device: torch.device, threads: int) -> Any:
 
 
 Size = tuple[int, int, int]
-
 _APART = 1e-4  # maximum difference between images computed in a batch and alone, relative to the largest value
 
 
@@ -325,10 +309,7 @@ _FLOAT: Final = 1
 
 
 def restore_body(data: bytes, size: Size, *, outputs: int) -> OnnxBody:
-    """Check a stored graph and prepare to run it, without computing anything.
-
-    ``outputs`` is the number of layers, plus one if the logits are kept.
-    """
+    """Check a stored graph without computing anything; ``outputs``: the number of layers, plus one for the logits."""
     model = parse_model(data, _ORIGIN)
     check_model(model, _ORIGIN)
     if [value.name for value in model.graph.input] != [INPUT_NAME]:

@@ -35,10 +35,7 @@ GROUPS: Final = (3, 4)  # the wire types that begin and end a group
 
 
 def fields(body: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """Yield the number, wire type and content of each field in order, and stop where the message is malformed.
-
-    A group has no content of its own; its fields follow as if they belonged to the message itself.
-    """
+    """Yield the number, wire type and content of each field up to a malformed one; a group's fields follow it."""
     at = 0
     while at < len(body):
         tag, at = _varint(body, at)
@@ -69,14 +66,10 @@ def _varint(body: memoryview, at: int) -> tuple[int, int]:
 
 MAX_FILE_BYTES: Final = (1 << 31) - 1  # maximum size of a model in bytes, the limit of the format
 MAX_NODES: Final = 1 << 16  # maximum number of operations
-# Maximum number of fields in the file at all levels; a parsed field takes a hundred bytes and more.
-MAX_FIELDS: Final = 1 << 20
-
+MAX_FIELDS: Final = 1 << 20  # of the file, at all levels; a parsed field takes a hundred bytes and more
 MAX_DEPTH: Final = 32  # maximum nesting of messages; a model without graphs inside operations has seven levels
 MIN_OPSET: Final = 7  # the oldest supported version of the operators
-# Maximum number of axes of a tensor; without a limit a graph could double the number again and again.
-MAX_AXES: Final = 32
-
+MAX_AXES: Final = 32  # of a tensor; without a limit a graph could double the number again and again
 _NOT_REPEATABLE: Final = "Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike"
 _SIZED_BY_VALUES: Final = "Compress NonMaxSuppression NonZero Unique"
 _NOT_OF_TENSORS: Final = (
@@ -291,28 +284,20 @@ def first_line(error: Exception) -> str:
 
 
 Shape = tuple[int, ...]
-
 BATCH: Final = 2  # the number of images for which sizes are found; two tell the batch axis from an axis of length one
 MAX_ELEMENTS: Final = 1 << 28  # maximum number of elements of a tensor for a batch of two images
 MAX_FOLDED: Final = 1 << 10  # maximum number of integers in a tensor that determines sizes
 _ON_SIZES: Final = (
     "Add Cast Concat Constant ConstantOfShape Div Gather Mul Range Reshape Slice Squeeze Sub Transpose Unsqueeze"
 )
-# The operators on sizes that are computed, to know the shapes that depend on them.
-_FOLDED: Final = frozenset(_ON_SIZES.split())
-
-# Maximum of the numbers of a range, because ``onnx`` and NumPy miscount its length when they overflow.
-_MAX_BOUND: Final = 1 << 61
-
+_FOLDED: Final = frozenset(_ON_SIZES.split())  # computed, to know the shapes that depend on them
+_MAX_BOUND: Final = 1 << 61  # of a range: ``onnx`` and NumPy miscount its length when numbers overflow
 _FLOAT, _INT32, _INT64 = 1, 6, 7
 _INTEGERS: Final = (_INT32, _INT64)
 
 
 def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
-    """Return the element type and shape of the input and of each computed tensor, for a batch of two images.
-
-    The model has one input (batch, …), of which every size but the batch is known.
-    """
+    """Return the element type and shape of the input, whose size is known, and each computed tensor, for two images."""
     given = model.graph.input[0]
     sides = [axis.dim_value if axis.HasField("dim_value") else -1 for axis in given.type.tensor_type.shape.dim]
     if not sides or min(sides[1:], default=0) < 0:
@@ -354,10 +339,7 @@ class _Walk:
         self.sizes[name] = dtype, shape
 
     def infer(self, node: NodeProto) -> dict[str, tuple[int, Shape | None]]:
-        """Return the type and shape of each output of an operation; None for an unknown shape.
-
-        Inference sees the numbers of a constant only if they are few, because each could become an axis.
-        """
+        """Return each output's type and shape, or None; few numbers are shown, because each could become an axis."""
         from onnx import helper, shape_inference
 
         inputs, shown = [], []

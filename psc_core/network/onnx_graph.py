@@ -53,8 +53,8 @@ class Graph:
         self.input: str = model.graph.input[0].name
         self.output: str = model.graph.output[0].name
         self.producers: dict[str, NodeProto] = {name: node for node in self.nodes for name in node.output if name}
+        # The names of tensors that do not depend on the image, such as weights and quantised weights.
         self.constants = {tensor.name for tensor in model.graph.initializer}
-        """The names of tensors that do not depend on the image, such as weights and quantised weights."""
         for node in self.nodes:
             if self.constants.issuperset(filter(None, node.input)):
                 self.constants.update(filter(None, node.output))
@@ -240,10 +240,7 @@ _PSC: Final = "psc:"  # the prefix of the names of added tensors
 
 
 def with_one_input(model: ModelProto, origin: str) -> ModelProto:
-    """Return a model whose only input is ``images``, float32 (batch, channels, height, width).
-
-    An input of another dtype is converted, an input with its channels last is transposed.
-    """
+    """Return a model whose only input is ``images``, float32 (batch, channels, height, width), which is converted."""
     import onnx
     from onnx import helper
 
@@ -323,10 +320,7 @@ def with_any_batch(model: ModelProto) -> ModelProto:
 
 
 def cut(model: ModelProto, layers: Sequence[LayerInfo], logits: tuple[str, int] | None = None) -> ModelProto:
-    """Return a model that computes only the canonical features of ``layers``, and the logits if given.
-
-    ``logits`` are the name and the width of the logits tensor, which becomes the last output.
-    """
+    """Return a model that computes only canonical features of ``layers``, then the logits, given as name and width."""
     import onnx
     from onnx import helper, numpy_helper
 

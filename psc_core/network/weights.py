@@ -44,17 +44,11 @@ from psc_core.errors import NetworkError, listed, shortened
 
 # The usual suffixes of checkpoints, for messages.
 KNOWN_SUFFIXES: Final = ".safetensors, .pth, .pt, .bin, .ckpt, or the .index.json of several files"
-
 INDEX: Final = ".index.json"  # the suffix of a file that names other files, which hold the tensors
-# Maximum size of an index or of the pickle besides the tensors, which are parsed as a whole, in bytes.
-MAX_TEXT: Final = 64 << 20
-
+MAX_TEXT: Final = 64 << 20  # of an index or of the pickle besides the tensors, which are parsed as a whole, in bytes
 _SHOWN_NAMES: Final = 3
-
 MAX_CLASSES: Final = 1000  # maximum number of classes for which a stand-in is made
-# The first bytes of files that ``torch.save`` wrote before it wrote zip archives.
-_OLDER_FORM: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-
+_OLDER_FORM: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # before zip archives
 _HEAD: Final = 512  # the number of first bytes that tell what a file is
 _UNPACK: Final = "is compressed; unpack it, and give the file of weights in it"
 _NUMPY: Final = (
@@ -79,14 +73,10 @@ _OTHER_FORMATS: Final[Mapping[bytes, str]] = {
 
 # How the names of those classes and functions begin that a state dict of tensors needs too.
 _HARMLESS: Final = ("collections.OrderedDict", "torch._utils.", "torch.storage.", "torch.serialization.", "builtins.")
-
 _READ_PROTOCOL: Final = 3  # the newest pickle protocol that ``weights_only`` can read
-# The number of pickles before the object's in that older form: a magic number, a version, the machine.
-_BEFORE: Final = 3
-
+_BEFORE: Final = 3  # pickles before the object's in that older form: a magic number, a version, the machine
 # The pickle instructions that fill an object, and the plain class that replaces the object's class.
 _FILLS: Final = {"SETITEM": OrderedDict, "SETITEMS": OrderedDict, "APPEND": list, "APPENDS": list}
-
 # The pickle instructions whose result has the class that is their first operand, or the class of that operand.
 _KEEPS: Final = frozenset({*_FILLS, "BUILD", "REDUCE", "NEWOBJ"})
 
@@ -459,11 +449,7 @@ def read_weights(path: Path, wanted: Mapping[str, Tensor]) -> Weights:
 
 
 def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: int | None, origin: str) -> None:
-    """Copy ``state`` into ``net``, converted to the network's dtypes.
-
-    Batch counters (``num_batches_tracked``) may be missing, because evaluation does not read them.  The number of
-    classes of the data and the ``origin`` of the tensors are for messages.
-    """
+    """Copy ``state`` into ``net`` in its dtypes; batch counters, which evaluation does not read, may be missing."""
     wanted = net.state_dict()
     missing = [key for key in wanted if key not in state and not key.endswith(_COUNTER)]
     unexpected = [key for key in state if key not in wanted]

@@ -57,8 +57,6 @@ def _first(order: Tensor, chosen: Tensor) -> list[int]:
 
 
 LOSS: Final = 0.01  # the loss of accuracy, compared to the original network's, above which a warning is given
-
-
 MAX_CONFUSED: Final = 20  # maximum number of classes in the confusion matrix, those with the most errors
 
 

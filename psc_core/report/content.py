@@ -60,7 +60,6 @@ GLOSSARY: Final[Mapping[str, str]] = {
     "synthetic OOD images": "Validation images turned, binarised, framed …, to see what happens without OOD images.",
 }
 
-
 FILE: Final = "report.safetensors"
 _METADATA: Final = "report"
 

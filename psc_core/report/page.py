@@ -31,7 +31,6 @@ from psc_core.report.content import FILE, Facts, Role, ScoredSet
 from psc_core.text import aligned
 
 Figures = dict[str, Figure | None]  # figures by name; None if there is nothing to draw
-
 KNOWN: Final = "#2b6cb0"
 UNKNOWN: Final = "#c05621"
 LIMIT: Final = "#555555"
@@ -175,10 +174,8 @@ def roc(inside: ScoredSet, outside: Sequence[ScoredSet]) -> Figure | None:
 
 
 CARD: Final = "README.md"
-
 _WIDE: Final = 5.0  # the width, in inches, from which a figure takes a whole line of the page
 _HERE: Final = Path()  # the path of the bundle in commands, which are the same wherever the bundle lies
-
 _CONTROLS: Final = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029], " ")
 
 
