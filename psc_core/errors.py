@@ -1,17 +1,5 @@
 """The error tree, one class for each arrow of the pipeline, and helpers for error messages.
 
-::
-
-    usage ─▶ data ─▶ network ─▶ fit ─▶ bundle ─▶ bytes ─▶ image ─▶ prediction
-      │       │        │         │       │         │        │
-      │       │        │         │       │         │        └ DeviceError
-      │       │        │         │       │         └ UnsupportedImage, ImageTooLarge, UndecodableImage
-      │       │        │         │       └ BundleError
-      │       │        │         └ FitError
-      │       │        └ NetworkError
-      │       └ DataError
-      └ UsageError
-
 Messages say what is wrong and what to do.  The command line prints them in one line and exits with code 2; the service
 maps them to HTTP in one table (``app/errors.py``).
 """

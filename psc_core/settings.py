@@ -1,6 +1,4 @@
-"""The ranges of arguments, of command lines and Python alike, and values that command lines take as text.
-
-The settings of a fit: the flags of ``psc-fit`` with their defaults, and the part that a bundle records.
+"""The ranges of arguments, values that command lines take as text, and the settings of a fit.
 
 What needs torch is imported when a fit begins, so that the command line shows the defaults at once.
 """
@@ -36,12 +34,7 @@ _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an argument may be, those between two bounds that are not among them.
-
-    Example:
-        >>> 0.5 in FRACTION, 1.0 in FRACTION, POSITIVE.parse("3")
-        (True, False, 3)
-    """
+    """The numbers that an argument may be, those between two bounds that are not among them."""
 
     noun: str  # as messages name it
     kind: type[int] | type[float]
@@ -214,7 +207,8 @@ class FitSettings(BaseModel):
         if wanted is None or isinstance(value, bool) or not isinstance(value, Real):
             return value
         if value not in wanted:
-            raise UsageError(f"expected {name} to be {wanted.noun}{_or_none(name)}, got {value}")
+            or_none = " or None" if cls.model_fields[name].default is None else ""
+            raise UsageError(f"expected {name} to be {wanted.noun}{or_none}, got {value}")
         return float(value) if wanted.kind is float else int(value) if isinstance(value, Integral) else value
 
     def changed(self, changes: Mapping[str, Any]) -> FitSettings:
@@ -228,7 +222,6 @@ class FitSettings(BaseModel):
         return type(self)(**{**dict(self), "task": task, "head": self.head_of(heads)})
 
     def head_of(self, heads: Collection[str]) -> str:
-        """Return the kind of the head, by default the task's first."""
         return self.head or next(iter(heads))
 
     def compute(self, processes: tuple[int, int] = (0, 1)) -> Compute:
@@ -291,12 +284,7 @@ def settings_where(**facts: Any) -> tuple[str, ...]:
     return tuple(name for name in FACTS if facts.items() <= vars(FACTS[name]).items())
 
 
-def _or_none(name: str) -> str:
-    return " or None" if FitSettings.model_fields[name].default is None else ""
-
-
 def _fault(error: ValidationError) -> str:
-    """Say what is wrong with the first setting that cannot be taken."""
     fault = error.errors()[0]
     name, value = str(fault["loc"][0]), fault["input"]
     if fault["type"] == "extra_forbidden":

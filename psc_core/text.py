@@ -116,8 +116,6 @@ _WITH_COMMA: Final = _number_with(",", ".")
 
 @dataclass(frozen=True)
 class SeparatedValues:
-    """An open table of separated values."""
-
     lines: Iterator[tuple[int, list[str]]]  # number and cells of each line that is not blank, first the header
     delimiter: str
 
@@ -140,8 +138,9 @@ def open_csv(path: Path) -> Iterator[SeparatedValues]:
             file.seek(0)
             if "\0" in first:
                 raise DataError(f"{path} is no text in UTF-8; save it as CSV in UTF-8")
-            said = _SAID.fullmatch(first)
-            delimiter = said[1] if said else _delimiter(path, first)
+            said, bare = _SAID.fullmatch(first), _QUOTED.sub("", first)
+            usual = "\t,;|" if path.suffix.lower() == ".tsv" else ",;\t|"
+            delimiter = said[1] if said else next((mark for mark in usual if mark in bare), usual[0])
             reader = csv.reader(file, delimiter=delimiter, strict=True)
             if said:
                 next(reader)
@@ -150,12 +149,6 @@ def open_csv(path: Path) -> Iterator[SeparatedValues]:
             raise DataError(f"{path}, line {reader.line_num}: {error}; save it as CSV in UTF-8") from error
         except UnicodeError as error:  # It is decoded in blocks, ahead of the line that is read.
             raise DataError(f"{path}: {error}; save it as CSV in UTF-8") from error
-
-
-def _delimiter(path: Path, header: str) -> str:
-    bare = _QUOTED.sub("", header)
-    usual = "\t,;|" if path.suffix.lower() == ".tsv" else ",;\t|"
-    return next((mark for mark in usual if mark in bare), usual[0])
 
 
 def check_columns(path: Path, names: Sequence[str]) -> None:
@@ -211,7 +204,6 @@ def parse_number(text: str, marks: str = ".") -> float | None:
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text is a number, with a decimal point or a decimal comma."""
     return _readings(text) != (None, None)
 
 

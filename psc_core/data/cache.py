@@ -145,7 +145,6 @@ def _unusable(folder: Path, error: OSError) -> UsageError:
 
 
 REPEATED: Final = 0.01  # fraction of the validation images that may be duplicates: real data sets have a few
-# The remedy, for messages.
 HOLD_OUT: Final = "calibration on training images does not hold for new ones, so hold some images out"
 COMPARED_VALUES: Final = 4096  # maximum number of values that the key of an image in an array is made of
 
@@ -168,9 +167,7 @@ def shared_images(train: ImageDataset, val: ImageDataset, show: Callable[[Sequen
 
 
 def check_disjoint(
-    train: ImageDataset,
-    val: ImageDataset,
-    show: Callable[[Sequence[int]], Iterable[int]] = iter,
+    train: ImageDataset, val: ImageDataset, show: Callable[[Sequence[int]], Iterable[int]] = iter
 ) -> None:
     """Require validation images that are not training images, but for a few accidental duplicates."""
     shared = shared_images(train, val, show)

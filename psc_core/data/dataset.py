@@ -128,13 +128,10 @@ class EncodedSource(_IdentifiedByContent):
 
 @dataclass(frozen=True)
 class FileSource:
-    """Encoded image files on disk, identified by their size and their path below ``root``.
-
-    ``names`` holds these paths as ``bytes (n,)``: one array, because ``Path`` objects take ten times as much memory.
-    """
+    """Encoded image files on disk, by size and path below ``root``; ``Path`` objects would take ten times as much."""
 
     root: Path
-    names: npt.NDArray[Any]
+    names: npt.NDArray[Any]  # the paths, bytes (n,)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -198,7 +195,6 @@ class Batch:
     values: Tensor | None = None  # float64 (batch,), the target's values; None for a classification
 
     def first_labels(self) -> Tensor:
-        """Return the first label of each image, ``int64 (batch,)``."""
         return self.labels[torch.searchsorted(self.image_index, torch.arange(len(self.images)))]
 
     def per_example(self, features: Tensor) -> Tensor:
@@ -282,14 +278,8 @@ class ImageDataset:
         where = torch.full((len(self),), -1, dtype=torch.int64)
         where[positions] = torch.arange(len(positions))
         groups = {name: kept[kept >= 0] for name, group in self.groups.items() for kept in [where[group]]}
-        return replace(
-            self,
-            indices=self.indices[positions],
-            labels=labels,
-            offsets=offsets,
-            groups=groups,
-            values=self._values_of(positions),
-        )
+        indices, values = self.indices[positions], self._values_of(positions)
+        return replace(self, indices=indices, labels=labels, offsets=offsets, groups=groups, values=values)
 
     def _labels_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the labels of the images at ``positions``, in that order, and the number of labels of each image."""
@@ -298,14 +288,10 @@ class ImageDataset:
         return self.labels[shift.add_(torch.arange(len(shift)))], counts
 
     def _values_of(self, positions: Tensor) -> Tensor | None:
-        """Return the target's values at ``positions``; None for a classification."""
         return None if self.values is None else self.values[positions]
 
     def batches(self, batch_images: int, *, order: Tensor | None = None) -> Iterator[Batch]:
-        """Yield the images in batches, decoded by threads one batch ahead of the consumer; the last may be smaller.
-
-        ``order``, ``int64 (n,)``, is a permutation of the positions in this data set.
-        """
+        """Yield the images, by default in ``order``, in batches that threads decode one batch ahead of the consumer."""
         order = torch.arange(len(self)) if order is None else order
         threads = ThreadPoolExecutor(DECODERS, "psc-decode")
         with threads as pool, ThreadPoolExecutor(1, "psc-collate") as collator:
@@ -400,7 +386,6 @@ def held_out(dataset: ImageDataset, split: str, every: int) -> ImageDataset:
 
 
 def drawn(dataset: ImageDataset, count: int, seed: int = 0) -> ImageDataset:
-    """Return at most ``count`` images, drawn at random."""
     return dataset.subset(torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))[:count])
 
 

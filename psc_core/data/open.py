@@ -106,7 +106,6 @@ def _other_classes(images: Sequence[str], expected: Sequence[str], name: str, wh
 
 
 def _without(names: Sequence[str], others: Sequence[str], key: Callable[[str], str]) -> list[str]:
-    """Return the names whose key is not a key of ``others``."""
     known = {*map(key, others)}
     return [name for name in names if key(name) not in known]
 
@@ -171,7 +170,6 @@ def open_table(
 
 
 def _chosen(path: Path, name: str | None, others: Sequence[str], file_column: str) -> str:
-    """Return the name of the column to read among those beside the files'; raises :class:`UsageError`."""
     shown = f"the columns {', '.join(others) or 'none'} beside that of the files, {file_column!r}"
     if name is None and len(others) != 1:
         raise UsageError(f"{path} has {shown}; choose one with --target")
@@ -223,7 +221,6 @@ class _Names:
 
 
 def _check_repeated(path: Path, source: FileSource, column: str, entries: Sequence[Any], said: Sequence[Any]) -> None:
-    """Raise :class:`DataError` if two rows say different things of one file."""
     first: dict[str, int] = {}
     for row, value in enumerate(said):
         before = first.setdefault(os.path.normpath(source.names[row]), row)
@@ -256,7 +253,6 @@ def _are_numbers(path: Path, column: str, entries: Sequence[Any], *, by_request:
 
 
 def _number(path: Path, column: str, row: int, entry: Any, marks: str) -> float | None:
-    """Return the number that an entry is; None if it is none."""
     try:
         return parse_number(entry, marks) if isinstance(entry, str) else float(entry) if _is_number(entry) else None
     except DataError as error:
@@ -264,7 +260,6 @@ def _number(path: Path, column: str, row: int, entry: Any, marks: str) -> float 
 
 
 def _checked_numbers(path: Path, column: str, entries: Sequence[Any], marks: str) -> torch.Tensor:
-    """Return the numbers of a column, float64."""
     numbers = list[float]()
     for row, entry in enumerate(entries, 1):
         number = _number(path, column, row, entry, marks)
@@ -283,8 +278,8 @@ def _reading(path: Path, column: str, entries: Sequence[Any], marks: str) -> tup
     text = next((entry for entry in entries if isinstance(entry, str) and {*odd} & {*entry}), None)
     if text is None:
         return ()
-    how = _MARKS[marks]
-    return (f"{path}: numbers of {column!r} are read with {how}: {text!r} is {parse_number(text, marks):.15g}",)
+    number = parse_number(text, marks)
+    return (f"{path}: numbers of {column!r} are read with {_MARKS[marks]}: {text!r} is {number:.15g}",)
 
 
 def _class_names(path: Path, column: str, entries: Sequence[Any], marks: str | None) -> list[str]:
@@ -330,15 +325,13 @@ def _index(entry: Any, number: float | None) -> str | None:
 def _read_table(path: Path) -> tuple[dict[str, list[Any]], str]:
     """Read the columns of a table by name; return them and what separates them, empty for a Parquet table."""
     if path.suffix.lower() == ".parquet":
-        columns, delimiter = _read_parquet(path), ""
-    else:
-        try:
-            with open_csv(path) as opened:
-                rows = [row for _, row in opened.lines]
-        except OSError as error:
-            raise DataError(f"cannot read the table {path}: {error}") from error
-        columns, delimiter = _columns_of(path, rows), opened.delimiter
-    return columns, delimiter
+        return _read_parquet(path), ""
+    try:
+        with open_csv(path) as opened:
+            rows = [row for _, row in opened.lines]
+    except OSError as error:
+        raise DataError(f"cannot read the table {path}: {error}") from error
+    return _columns_of(path, rows), opened.delimiter
 
 
 def _read_parquet(path: Path) -> dict[str, list[Any]]:
@@ -476,7 +469,6 @@ def rotated_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDatase
     )
 
 
-# The function that opens each data set, by the part of a spec before the colon.
 BUILT_IN: Mapping[str, Callable[[Path, str, Preprocess], ImageDataset]] = {
     "mnist": mnist,
     "fashion-mnist": fashion_mnist,

@@ -18,8 +18,7 @@ T alone minimises the validation NLL, as is common; the T of PSC has a prior and
 features, because directions with almost no variance may separate OOD images.  Softmax scores are computed from logits
 in float64, where a confident network does not saturate.
 
-Memory: only the features of a seeded random subset of at most :data:`BANK_IMAGES` training images and
-:data:`BANK_BYTES` are kept; everything else is streamed.
+Only the features of a random subset of at most :data:`BANK_IMAGES` training images and :data:`BANK_BYTES` are kept.
 """
 
 from __future__ import annotations
@@ -84,16 +83,12 @@ GAUSSIAN_ELEMENTS: Final = 1 << 28  # maximum K × P × P (1 GiB in float32); wi
 
 
 class BaselineOutputs(NamedTuple):
-    """The outputs of the baselines for a batch."""
-
     scores: dict[str, Tensor]  # (B,) float64, by detector, in printed order
     probabilities: dict[str, Tensor]  # (B, K) float64, by "original" and "temperature"
 
 
 @dataclass(frozen=True)
 class Baselines:
-    """Fitted detectors around one network."""
-
     backbone: Backbone  # the whole network, returning penultimate features and logits
     preprocess: Preprocess  # of the data used for fitting
     temperature: float  # T
@@ -103,7 +98,6 @@ class Baselines:
 
     @torch.no_grad()
     def score(self, images: Images) -> BaselineOutputs:
-        """Return all scores and probabilities of a batch, on the device of ``images``."""
         features, logits = penultimate_and_logits(self.backbone, self.preprocess.standardise(images))
         tempered = logits / self.temperature
         unit = functional.normalize(features)

@@ -96,8 +96,6 @@ def _rate(rate: ObservedRate, *, inverted: bool = False) -> str:
 
 
 class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, PlainNetwork]):
-    """How a regression is measured."""
-
     def open_images(
         self, model: PSCRegressor, spec: str, *, split: str = "test", target: str | None = None
     ) -> ImageDataset:

@@ -73,7 +73,6 @@ def check_file(data: bytes, max_pixels: int) -> io.BytesIO:
 
 
 def check_pixels(width: int, height: int, max_pixels: int, what: str = "the header declares") -> None:
-    """Raise :class:`ImageTooLarge` if the image has more than ``max_pixels``."""
     if width * height > max_pixels:
         raise ImageTooLarge(
             f"expected at most {max_pixels} pixels, {what} {width}×{height} = {width * height}; use a smaller image"
@@ -81,7 +80,6 @@ def check_pixels(width: int, height: int, max_pixels: int, what: str = "the head
 
 
 def check_limit(what: str, maximum: int, got: int) -> None:
-    """Raise :class:`UndecodableImage` if there are more than ``maximum``."""
     if got > maximum:
         raise UndecodableImage(f"expected at most {maximum} {what}, got {got} or more; save the image again")
 
@@ -199,18 +197,6 @@ _TRIALS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
 logger = logging.getLogger("psc.images")
 
 
-def decode_plain(image: Image.Image, data: bytes, mode: str) -> npt.NDArray[np.uint8] | None:
-    """Decode an upright JPEG to (height, width, 1, or 4 of RGB, the last to be ignored); None if Pillow has to."""
-    if not HAS_SIMPLEJPEG or image.format != "JPEG" or image.mode != mode or not _agrees():
-        return None
-    try:
-        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-            return None
-        return _decode(data, mode)
-    except Exception:  # Pillow decides what is wrong with the file, if anything
-        return None
-
-
 def _decode(data: bytes, mode: str) -> npt.NDArray[np.uint8]:
     import simplejpeg
 
@@ -291,8 +277,16 @@ class OpenImage:
     cost: int  # the number of pixels; each pixel of a run-length encoded BMP counts as 50
 
     def samples(self, mode: str) -> npt.NDArray[np.uint8] | None:
-        """Return the samples of the decoded image if simplejpeg can decode it, else None; see :func:`decode_plain`."""
-        return decode_plain(self.image, self.data, mode)
+        """Decode an upright JPEG to (height, width, 1, or 4 of RGB, the last to be ignored); None if Pillow has to."""
+        image = self.image
+        if not HAS_SIMPLEJPEG or image.format != "JPEG" or image.mode != mode or not _agrees():
+            return None
+        try:
+            if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+                return None
+            return _decode(self.data, mode)
+        except Exception:  # Pillow decides what is wrong with the file, if anything
+            return None
 
     def decode(self, background: str = BACKGROUNDS[0]) -> Image.Image:
         """Decode the first frame, upright; may be called once.  See :func:`decode_image`."""
@@ -371,7 +365,6 @@ def _scale_transparent(image: Image.Image) -> None:
 
 
 def _grey_or_rgb(image: Image.Image, samples_of: _Samples | None, background: str) -> Image.Image:
-    """Convert a decoded image; see :func:`to_grey_or_rgb`."""
     exif = max(len(image.info.get("exif") or b""), len(image.info.get("Raw profile type exif") or "") // 2)
     check_limit("bytes of EXIF", MAX_EXIF_BYTES, exif)
     _widen_palette(image)
@@ -486,7 +479,6 @@ class _Samples:
         return cls(float(black), float(white), stored, is_usual and form == _FLOAT)
 
     def narrowed(self, samples: npt.NDArray[Any]) -> Image.Image:
-        """Return the image with 8-bit samples."""
         samples = samples.view(self.stored) if self.stored else samples
         lowest, highest = samples.min(initial=0), samples.max(initial=0)
         if not np.isfinite([lowest, highest]).all():

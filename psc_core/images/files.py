@@ -1,7 +1,6 @@
 """Read image files from folders that others may have filled: regular files of a bounded size only.
 
-Below: say what a file is that is not read, another format or an intact file of a kind that Pillow does not decode.  It
-is called once reading has failed, so that such a file is not called damaged and its owner knows what to do.
+Once reading has failed, say what the file is, so that one of another kind is not called damaged.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ def sample_file(path: str | Path) -> bytes:
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file for reading; yields it and its size."""
     # Non-blocking, because opening a pipe blocks until somebody writes to it.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
@@ -99,7 +97,6 @@ def _by_suffix(paths: Iterable[str]) -> str:
     return listed([f"{count} {suffix}" for suffix, count in counts.most_common()], _SHOWN_SUFFIXES)
 
 
-# What to do with an intact image of a kind that is not read.
 CONVERT: Final = "convert the image to a PNG of 8 or 16 bits"
 
 # The first bytes of other formats.
@@ -252,7 +249,6 @@ def _tiff_kind(data: bytes, *, is_open: bool) -> str | None:
 
 
 def _tiff_tags(data: bytes) -> ImageFileDirectory_v2:
-    """Return the tags of the first image of a TIFF whose limits have been checked."""
     file = io.BytesIO(data)
     from PIL.TiffImagePlugin import ImageFileDirectory_v2  # not at the top: the client has no Pillow
 

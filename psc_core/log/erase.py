@@ -11,19 +11,9 @@ from threading import Event
 from typing import Any, Final
 
 from psc_core.errors import DataError, UsageError
+from psc_core.log import store
 from psc_core.log.labels import label_files, read_label_file, write_labels
-from psc_core.log.store import (
-    IMAGE_INDEX,
-    IMAGE_PATH,
-    IMAGES,
-    LABELS,
-    REQUEST_ID,
-    SHA256,
-    Log,
-    arrow,
-    days_of,
-    models_in,
-)
+from psc_core.log.store import IMAGE_INDEX, IMAGE_PATH, IMAGES, LABELS, REQUEST_ID, SHA256, Log
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _WRITTEN: Final = re.compile(rf"{LABELS}/written-(\d{{4}}-\d\d-\d\d)-")  # labels from which some were erased
@@ -32,8 +22,6 @@ _PARTIAL_AGE: Final = timedelta(hours=1)  # the age after which an incomplete fi
 
 @dataclass(frozen=True)
 class Erased:
-    """The numbers of traces of an image that were removed from a log."""
-
     files: int = 0  # removed
     labels: int = 0  # removed
     rows: int = 0  # that no longer name the image
@@ -41,8 +29,6 @@ class Erased:
 
 @dataclass(frozen=True)
 class Pruned:
-    """The numbers of files that were removed from a log."""
-
     row_files: int = 0
     images: int = 0
     label_files: int = 0
@@ -62,7 +48,7 @@ def erase(log: Log, sha256: str) -> Erased:
     files += _delete(log, (name for name, _ in log.names(folder) if name.startswith(f"{folder}/{sha256}")))
     _delete_partial(log, datetime.now(UTC))  # incomplete files of rows and labels may name the image
     keys: set[tuple[str, int]] = set()
-    for model in models_in(log):
+    for model in store.models_in(log):
         for name, _ in log.names(f"model={model}", suffix=".parquet"):
             keys |= _forget(log, name, sha256)
     labels = 0
@@ -88,8 +74,8 @@ def prune(log: Log, days: int, now: datetime | None = None, *, ended: Event | No
     first = now.date() - timedelta(days)
     begins = datetime.combine(first, time(), UTC)
     row_files = 0
-    for model in models_in(log):
-        for day in days_of(log, model):
+    for model in store.models_in(log):
+        for day in store.days_of(log, model):
             if day < first.isoformat():
                 row_files += _delete(log, (name for name, _ in log.names(f"model={model}/day={day}")), ended)
                 if not ended.is_set():
@@ -126,7 +112,7 @@ def _delete(log: Log, names: Iterable[str], ended: Event | None = None) -> int:
 
 def _forget(log: Log, name: str, sha256: str) -> set[tuple[str, int]]:
     """Clear the digest and path in one file's rows of an image; return the requests and positions of these rows."""
-    pa: Any = arrow()
+    pa: Any = store.arrow()
     try:
         content = pa.BufferReader(log.get(name))
         digests = pa.parquet.read_table(content, columns=[SHA256])[SHA256].to_pylist()

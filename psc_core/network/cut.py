@@ -1,15 +1,12 @@
 """Cut a network after some of its layers, as a module that a bundle can rebuild.
 
-:func:`truncate` cuts the network, in its traced graph or with hooks.  :func:`cut_graph` traces the forward pass
-symbolically (torch.fx), ends it at the wanted layers and deletes everything else; the result runs and compiles like any
-network.  :class:`HookedNetwork` is for networks that cannot be traced (control flow on data): the network runs
-unchanged, and an exception stops it after the last wanted layer.
+The forward pass is traced symbolically (torch.fx) and ends at the wanted layers; the result runs and compiles like any
+network.  A network that cannot be traced (control flow on data) runs unchanged, with hooks, and an exception stops it.
 
 The output of a wanted layer is copied when its module returns, so that later modules cannot change it in place (as
 ``nn.ReLU(inplace=True)`` after a convolution would).  If a module is called several times, its last call counts.
 
-A bundle stores :meth:`Backbone.spec` and the state dict, but no code and no weights beyond the cut;
-:func:`rebuild_backbone` builds the network again, cuts it at the same place and loads the state.
+A bundle stores :meth:`Backbone.spec` and the state dict, but no code and no weights beyond the cut.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -151,7 +148,6 @@ class HookedNetwork(nn.Module):
             setattr(self.net.get_submodule(parent), attribute, _Dropped(name))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return one tensor per layer, then the logits if ``keep_output``."""
         values: dict[str, Tensor] = {}
 
         def catch(name: str, _module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
@@ -245,12 +241,10 @@ class Backbone(nn.Module):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers after which the network is cut."""
         return self.cut.layers
 
     @property
     def keep_output(self) -> bool:
-        """True if the backbone also returns the logits."""
         return self.cut.keep_output
 
     @property
@@ -265,13 +259,11 @@ class Backbone(nn.Module):
 
     @property
     def network(self) -> NetworkSpec:
-        """How the whole network is built."""
         if self.cut.network is None:
             raise NetworkError(BUILT_BY_HAND)
         return self.cut.network
 
     def forward(self, x: Inputs) -> FeaturesAndOutput:
-        """Return the features of each layer, and the logits if ``keep_output``."""
         outputs = self.body(x.contiguous(memory_format=self.memory_format))
         kept = outputs[-1] if self.keep_output else None
         if self.cut.layouts is None:
@@ -351,7 +343,9 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, trial:
     if spec_of(net) is None:
         hooks = HookPlan(hooks.stop)  # an export cannot follow a pass that an exception stops
     backbone = cut_network(net, layers, keep_output=keep_output, hooks=hooks)
-    _check_repeatable(backbone, trial)
+    with torch.inference_mode():  # a network that agrees with its trace has no random outputs
+        for first, second in zip(backbone.body(trial), backbone.body(trial), strict=True):
+            check_same(first, second)
     return backbone
 
 
@@ -372,13 +366,6 @@ def _agrees(backbone: Backbone, net: nn.Module, trial: Tensor) -> bool:
             if not torch.allclose(got, expected, rtol=0, atol=_CUT_ERROR * scale):
                 return False
     return True
-
-
-@torch.inference_mode()
-def _check_repeatable(backbone: Backbone, trial: Tensor) -> None:
-    """Reject a network with random outputs; a network that agrees with its trace needs no such check."""
-    for first, second in zip(backbone.body(trial), backbone.body(trial), strict=True):
-        check_same(first, second)
 
 
 def rebuild_backbone(
@@ -408,9 +395,6 @@ def feature_step(backbone: Backbone, precision: Precision | None = None) -> Feat
     return lambda images: running(images)[0]
 
 
-_TRANSFORMERS_INPUT: Final = "pixel_values"  # what transformers' networks for images call their input
-
-
 def readable_copy(net: object) -> nn.Module:
     """Return a copy in evaluation mode and single precision that returns logits, of the network that wrappers hide."""
     if not isinstance(net, nn.Module):
@@ -427,11 +411,11 @@ def readable_copy(net: object) -> nn.Module:
     copied = deep_copy(net)
     if any(tensor.dtype in (torch.half, torch.bfloat16, torch.double) for tensor in copied.parameters()):
         copied = copied.float()
-    return Logits(copied) if getattr(copied, "main_input_name", None) == _TRANSFORMERS_INPUT else copied
+    is_of_transformers = getattr(copied, "main_input_name", None) == "pixel_values"
+    return Logits(copied) if is_of_transformers else copied
 
 
 def device_of(net: nn.Module) -> torch.device:
-    """Return the device that the network is on."""
     return next(chain(net.parameters(), net.buffers()), torch.empty(0)).device
 
 

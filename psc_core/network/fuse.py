@@ -69,7 +69,6 @@ def _results(net: nn.Module) -> Iterator[Tensor]:
 
 
 def _uncopied(net: nn.Module) -> str:
-    """Return the names of the attributes that cannot be copied, and their types."""
     found = []
     for name, module in net.named_modules():
         own = {"_modules"} | ({*vars(module)} & {*vars(nn.Module())} - {"_buffers", "_parameters"})
@@ -199,13 +198,10 @@ def _convolutions(net: fx.GraphModule) -> Iterator[tuple[fx.Node, nn.Conv2d]]:
 
 def _hooked(module: nn.Module) -> bool:
     # A module does not say whether it has hooks, but the handle of an added hook refers to all of them.
-    handles = [module.register_forward_hook(_no_hook), module.register_forward_pre_hook(_no_hook)]
+    handles = [module.register_forward_hook(lambda *_: None), module.register_forward_pre_hook(lambda *_: None)]
     for handle in handles:
         handle.remove()
     return any(handle.hooks_dict_ref() for handle in handles)
-
-
-def _no_hook(*_: Any) -> None: ...
 
 
 def _replace_weights(net: fx.GraphModule, node: fx.Node, weight: Tensor, bias: Tensor | None) -> None:

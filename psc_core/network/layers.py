@@ -51,7 +51,6 @@ def value_of(output: Any) -> Any:
 
 
 def canonical(features: Float[Tensor, "batch ..."], form: Form) -> Float[Tensor, "batch channels spatial"]:
-    """Reshape a layer's output of the given form to (batch, channels, spatial)."""
     if form == "map":
         return features.flatten(2)
     return features.unsqueeze(2) if form == "vector" else features.flatten(1, -2).transpose(1, 2)
@@ -152,8 +151,6 @@ class LayeredNetwork(nn.Module):
 
 
 class _Run(NamedTuple):
-    """The observations of one forward pass."""
-
     shapes: dict[str, tuple[int, ...]]  # output shapes by module name, in the order of the modules' last calls
     vectors: dict[str, Tensor]  # flattened outputs with as many entries as some linear layer has inputs
     reads: tuple[str, Tensor] | None  # name and input of the last linear layer whose output is shaped as the logits
@@ -270,7 +267,6 @@ def _carries_all(net: nn.Module, name: str, trial: Tensor) -> bool:
 
 
 def _names(net: nn.Module, granularity: str) -> set[str]:
-    """Return the names of the modules of this granularity."""
     modules = {name: module for name, module in net.named_modules() if name}
     if granularity == "all":
         return set(modules)

@@ -1,10 +1,7 @@
 """Load a network by its *spec*, with the weights of a checkpoint; nothing is ever downloaded.
 
-* ``torchvision:NAME``: a classification network of torchvision;
-* ``timm:NAME``: a network of timm (``pip install 'psc[timm]'``);
-* ``onnx:FILE``: an ONNX file, run by ONNX Runtime (``pip install 'psc[onnx]'``);
-* ``hf:DIR``, ``timm:local-dir:DIR``: a folder of transformers (``pip install 'psc[hf]'``) or of timm, with its weights;
-  with ORG/NAME instead of DIR, the model in the Hugging Face cache (:mod:`psc_core.network.described`);
+* ``torchvision:NAME``, ``timm:NAME``: a classification network of the library;
+* ``onnx:FILE``, ``hf:DIR``, ``timm:local-dir:DIR``: a network with its weights (:mod:`psc_core.network.described`);
 * ``package.module:factory``: a function ``factory(num_classes=…, **model_args) -> nn.Module``.  Importing it runs its
   code: whoever writes the spec permits that, but a factory that a bundle names must be on an allow-list
   (:func:`psc_core.network.cut.rebuild_backbone`).
@@ -20,7 +17,6 @@ folder (``$XDG_CACHE_HOME/psc``, else ``~/.cache/psc``), which may be deleted at
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import importlib.metadata
@@ -89,7 +85,6 @@ def _small_stem(net: nn.Module, name: str, num_classes: int) -> None:
 
 
 def _set_in_channels(net: nn.Module, in_channels: int) -> None:
-    """Replace the first convolution by one with ``in_channels`` input channels."""
     convolutions = [(name, module) for name, module in net.named_modules() if isinstance(module, nn.Conv2d)]
     if not convolutions:
         raise NetworkError("in_channels needs a network with a convolution; drop the argument")
@@ -204,7 +199,7 @@ def is_private(status: os.stat_result) -> bool:
 
 def write_checked(file: Path, content: bytes) -> None:
     """Write bytes after their digest, atomically; do nothing if the cache folder is not writable."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=file.parent, delete=False) as part:
             try:
@@ -218,7 +213,6 @@ def write_checked(file: Path, content: bytes) -> None:
 ONNX: Final = "onnx:"  # prefix of the spec of a network in an ONNX file
 SPEC: Final = "psc_spec"  # attribute of a loaded network: its :class:`NetworkSpec`, from which a bundle rebuilds it
 NOTES: Final = "psc_weights_notes"  # attribute of a loaded network: how its weights were found in their file
-# The reason why a network has no spec, for messages.
 BUILT_BY_HAND: Final = "no name builds this network again; a bundle holds it as an ONNX graph"
 MAX_WEIGHTS: Final = 1 << 31  # maximum number of weights of a network in a bundle (8 GiB in float32)
 MAX_MODULES: Final = 1 << 15  # maximum number of modules of a network in a bundle
@@ -265,7 +259,7 @@ def load_described(spec: NetworkSpec, weights: Path | None) -> nn.Module:
         if weights is not None or spec.model_args:
             raise NetworkError(f"{spec.spec} holds its own weights and settings; leave out weights and model arguments")
         return open_onnx(Path(spec.spec.removeprefix(ONNX)).expanduser())
-    if spec.folder is not None and spec.is_of_transformers:
+    if spec.folder is not None and spec.is_factory:  # of transformers
         if spec.model_args:
             raise NetworkError(f"{spec.spec} has its own arguments; leave out {', '.join(spec.model_args)}")
         classifier = described.load(spec.folder)
@@ -279,7 +273,6 @@ def load_described(spec: NetworkSpec, weights: Path | None) -> nn.Module:
 
 
 def _read_into(net: nn.Module, file: Path, outputs: int | None) -> tuple[str, ...]:
-    """Copy the weights in a file into ``net``, and return notes on how they were found."""
     read = read_weights(file, net.state_dict())
     load_weights(net, read.tensors, num_classes=outputs, origin=read.origin)
     return read.notes

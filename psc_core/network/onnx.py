@@ -38,9 +38,7 @@ _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"
 
 
 class Cost(NamedTuple):
-    """The cost of one image."""
-
-    alive: int  # peak size of the tensors that exist at the same time, bytes
+    alive: int  # of one image: peak size of the tensors that exist at the same time, bytes
     operations: int  # additions and multiplications of convolutions and products; of other nodes, the largest tensor
 
 
@@ -105,7 +103,6 @@ class OnnxBody(nn.Module):
         self._sessions, self._starting = {}, threading.Lock()  # neither can be copied
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs for a batch, on the device of ``x``."""
         session = self._session()
         if not len(x):
             return tuple(x.new_empty((0, *output.shape[1:]), dtype=torch.float32) for output in session.get_outputs())
@@ -180,8 +177,6 @@ _APART = 1e-4  # maximum difference between images computed in a batch and alone
 
 @dataclass(frozen=True)
 class _Sized:
-    """The network prepared for images of one size."""
-
     model: ModelProto
     graph: Graph
     logits: OnnxBody
@@ -206,7 +201,6 @@ class OnnxNetwork(LayeredNetwork):
         return logits
 
     def list_layers(self, trial: Tensor, granularity: str) -> list[LayerInfo]:
-        """List the layers; see :mod:`.onnx_graph`."""
         return self._of_size(_size(trial)).graph.layers(granularity)
 
     def cut(self, layers: Sequence[str], trial: Tensor, *, keep_output: bool) -> OnnxBody:
@@ -226,12 +220,11 @@ class OnnxNetwork(LayeredNetwork):
     def notes(self) -> tuple[str, ...]:
         """The differences from a PyTorch network that have been found so far."""
         graphs = [sized.graph for sized in self._sized.values()]
-        found = []
-        if any(graph.logits != graph.output for graph in graphs):
-            found.append("ends in a softmax, whose input is taken as the logits")
-        if any(graph.batch == 1 for graph in graphs):
-            found.append("takes one image at a time")
-        return tuple(found)
+        notes = {
+            "ends in a softmax, whose input is taken as the logits": any(each.logits != each.output for each in graphs),
+            "takes one image at a time": any(each.batch == 1 for each in graphs),
+        }
+        return tuple(note for note, holds in notes.items() if holds)
 
     def _of_size(self, size: Size) -> _Sized:
         if size not in self._sized:
@@ -249,10 +242,10 @@ class OnnxNetwork(LayeredNetwork):
 
     def _fixed(self, size: Size) -> _Sized:
         model = with_size(self._model, size, self.origin)
-        is_any = not model.graph.input[0].type.tensor_type.shape.dim[0].HasField("dim_value")
-        if is_any:
+        axis = model.graph.input[0].type.tensor_type.shape.dim[0]
+        if not axis.HasField("dim_value"):
             return _sized(model, self.origin, BATCH)
-        one = _sized(model, self.origin, model.graph.input[0].type.tensor_type.shape.dim[0].dim_value)
+        one = _sized(model, self.origin, axis.dim_value)
         if one.graph.batch != 1:
             raise NetworkError(
                 f"{self.origin} takes batches of {one.graph.batch} images only; export it with one image, images[:1], "
@@ -300,7 +293,6 @@ def _size(x: Tensor) -> Size:
 
 
 def open_onnx(path: Path) -> OnnxNetwork:
-    """Read a classifier from an ONNX file."""
     return OnnxNetwork(with_one_input(read_onnx(path), path.name), path.name)
 
 

@@ -144,8 +144,6 @@ def check_model(model: ModelProto, origin: str) -> None:
             raise NetworkError(
                 f"{origin}: the operator {quoted(node.op_type)} is not supported; export the network without it"
             )
-        if any(attribute.HasField("sparse_tensor") or attribute.sparse_tensors for attribute in node.attribute):
-            raise NetworkError(f"{origin} has sparse constants, which are not supported; store them dense")
         if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] not in false:
             raise NetworkError(f"{origin} has a dropout that may be active; export the network in evaluation mode")
         if any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute):
@@ -153,7 +151,8 @@ def check_model(model: ModelProto, origin: str) -> None:
                 f"{origin}: the operator {node.op_type} holds a graph of its own, which is not supported; export the "
                 "network without control flow"
             )
-    if model.graph.sparse_initializer:
+    parts = (attribute for node in model.graph.node for attribute in node.attribute)
+    if model.graph.sparse_initializer or any(each.HasField("sparse_tensor") or each.sparse_tensors for each in parts):
         raise NetworkError(f"{origin} has sparse constants, which are not supported; store them dense")
     for tensor in _tensors(model):
         _check_tensor(tensor, origin)
@@ -164,7 +163,6 @@ def check_model(model: ModelProto, origin: str) -> None:
 
 
 def _tensors(model: ModelProto) -> Iterator[TensorProto]:
-    """Yield all constants of a model."""
     yield from model.graph.initializer
     for node in model.graph.node:
         for attribute in node.attribute:
@@ -210,7 +208,6 @@ def _check_tensor(tensor: TensorProto, origin: str) -> None:
 
 
 def _bits(data_type: int) -> int:
-    """Return the number of bits of a number of this type."""
     from onnx import TensorProto, helper
 
     if data_type in (TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1):
@@ -219,7 +216,6 @@ def _bits(data_type: int) -> int:
 
 
 def _place(tensor: TensorProto, folder: Path, origin: str) -> Path:
-    """Return the file in the model's folder that holds a constant."""
     location = _where(tensor).get("location", "")
     file = folder / location
     try:
@@ -278,7 +274,6 @@ def quoted(name: str | bytes) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a library's error, for messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
 
@@ -330,7 +325,6 @@ class _Walk:
     constants: dict[str, TensorProto]  # the constants by name, and those computed from them; grows
 
     def add(self, name: str, dtype: int, shape: Shape) -> None:
-        """Record a tensor, or raise :class:`NetworkError` if it is too large."""
         if len(shape) > MAX_AXES or math.prod(shape) > MAX_ELEMENTS:
             raise NetworkError(
                 f"{self.origin}: tensor {quoted(name)} has the shape {shortened(str(shape))}, expected at most "
@@ -372,7 +366,9 @@ class _Walk:
             bounds = {attribute.name: attribute.i for attribute in node.attribute}
             lengths = self.sizes[node.input[0]][1][bounds.get("start", 0) : bounds.get("end")]
             return numpy_helper.from_array(np.array(lengths, np.int64), name)
-        if node.op_type not in _FOLDED or not _is_few(shape) or not _is_of_sizes(dtype, node.op_type):
+        # The scale factors of images are constant floats.
+        is_of_sizes = dtype in _INTEGERS or (dtype == _FLOAT and node.op_type == "Constant")
+        if node.op_type not in _FOLDED or not _is_few(shape) or not is_of_sizes:
             return None
         given = {each: self.constants.get(each) for each in node.input if each}
         known = {
@@ -396,11 +392,6 @@ class _Walk:
 
 def _is_few(shape: Sequence[int]) -> bool:
     return math.prod(shape) <= MAX_FOLDED
-
-
-def _is_of_sizes(dtype: int, operator: str) -> bool:
-    """Return whether a tensor may determine sizes; the scale factors of images are constant floats."""
-    return dtype in _INTEGERS or (dtype == _FLOAT and operator == "Constant")
 
 
 def _size(tensor_type: Any) -> tuple[int, Shape | None]:

@@ -262,13 +262,11 @@ def check_network_output(backbone: Backbone, trial: Inputs, outputs: int, *, nam
 
 @torch.inference_mode()
 def output_width(backbone: Backbone, trial: Inputs) -> int | None:
-    """Return the number of the network's own logits; None if the backbone does not keep them."""
     output = backbone(trial)[1]
     return None if output is None else output.shape[1]
 
 
 def _described(output: object) -> str:
-    """Describe what a network returned instead of a tensor."""
     if isinstance(output, Mapping):
         return f"a {type(output).__name__} of {', '.join(map(str, output))}"
     return f"a {type(output).__name__}" + (f" of {len(output)}" if isinstance(output, tuple | list) else "")

@@ -45,12 +45,10 @@ _STYLE: Final[Any] = {
 
 @rc_context(_STYLE)
 def draw(facts: Facts) -> dict[str, Figure]:
-    """Draw every figure for which there is data, by name."""
     manifest, content = facts.manifest, facts.content
-    sized = content.sizes
     unknown = [images for images in content.sets if images.role is Role.OOD]
     unknown = unknown or [images for images in content.sets if images.role is Role.SYNTHETIC]
-    size = (manifest.projection.c_proj, manifest.projection.d_proj)
+    sized, size = content.sizes, (manifest.projection.c_proj, manifest.projection.d_proj)
     found: Figures = {
         "collapse": None if facts.collapse is None else collapse(facts.collapse, manifest.layers),
         "sizes": sizes(sized["nc1"], sized["nc4"], size) if sized else None,
@@ -63,7 +61,6 @@ def draw(facts: Facts) -> dict[str, Figure]:
 
 @rc_context(_STYLE)
 def png(figure: Figure) -> bytes:
-    """Encode a drawn figure as PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -226,7 +223,6 @@ def write(facts: Facts, folder: Path) -> Path:
 
 
 def write_card(facts: Facts) -> None:
-    """Write the model card into the bundle's folder."""
     (facts.folder / CARD).write_text(_template(facts, CARD).render(**_values(facts)))
 
 
@@ -245,7 +241,6 @@ def _remove_figures(folder: Path) -> None:
 
 
 def serve_command(folder: Path, manifest: Manifest) -> str:
-    """Return the command that serves a bundle."""
     return f"psc-serve --bundle {shlex.quote(str(folder))}{_permission(manifest)}"
 
 
@@ -303,7 +298,6 @@ def replay_text(replay: Replay) -> str:
 
 
 def write_replay(replay: Replay, file: Path) -> None:
-    """Write the page; may raise ``OSError``, and :class:`.DataError` as :func:`.replay` does."""
     flips = [
         {
             "before": before,

@@ -84,8 +84,6 @@ def error_coverage(images: RegressionSet, target: Target) -> Figure:
 
 
 class RegressionTaskReport(TaskReport[PSCRegressor, ScoredNumbers]):
-    """What a regression's report says and shows."""
-
     set_type = RegressionSet
     templates = "regression"
     texts: ClassVar = {
