@@ -328,7 +328,7 @@ def timed_fit(job: Job, size: int, max_bad_images: int) -> tuple[float, int]:
 
 
 def extrapolate(sizes: tuple[int, int], seconds: tuple[float, float], images: int) -> float:
-    """Return the seconds for ``images`` on the line through two fits; where noise makes it fall, half is fixed."""
+    """Return the seconds for ``images`` on the line through two fits; if noise makes it fall, half is in proportion."""
     slope = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0]) if sizes[1] > sizes[0] else 0.0
     if slope <= 0:
         slope = seconds[1] / sizes[1] / 2

@@ -241,7 +241,7 @@ NONE: Final = Unreadable(torch.empty(0, dtype=torch.int64), ())
 
 
 def find_unreadable(dataset: ImageDataset, at_most: int, compute: Compute | None = None) -> Unreadable:
-    """Find the images that cannot be decoded, or the first more than ``at_most``; all processes get the same result."""
+    """Find the images that cannot be decoded, until there are more than ``at_most``; all processes find the same."""
     compute = compute or Compute(torch.device("cpu"))
     is_bad = torch.zeros(len(dataset), dtype=torch.int64)
     if not isinstance(dataset.source, ArraySource | TensorSource):

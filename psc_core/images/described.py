@@ -91,7 +91,7 @@ class _Unlike(Exception):
 
 
 def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin: str) -> Described:
-    """Read an image processor of transformers: its file's content, its network's configuration, and its name."""
+    """Read an image processor of transformers from its file's content and its network's configuration."""
     try:
         processor = _Processor.model_validate(dict(written))
     except ValidationError as error:

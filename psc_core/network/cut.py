@@ -396,7 +396,7 @@ def feature_step(backbone: Backbone, precision: Precision | None = None) -> Feat
 
 
 def readable_copy(net: object) -> nn.Module:
-    """Return a copy in evaluation mode and single precision that returns logits, of the network that wrappers hide."""
+    """Copy a network, or that in a wrapper such as ``DataParallel``, in evaluation mode and float32, with logits."""
     if not isinstance(net, nn.Module):
         raise UsageError(
             f"expected a network, that is an nn.Module, got a {type(net).__name__}; build one and load its weights, as "

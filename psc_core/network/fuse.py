@@ -143,7 +143,7 @@ def fuse(body: nn.Module, *, precision: Precision) -> nn.Module:
 
 
 def images_format(body: nn.Module, precision: Precision) -> torch.memory_format:
-    """Return the memory format for images; oneDNN and CUDA's tensor cores read channels-last, float32 uses none."""
+    """Return the memory format for images: channels-last for oneDNN, and for tensor cores, which float32 lacks."""
     if not isinstance(body, fx.GraphModule) or reads_strides(body):
         return torch.contiguous_format
     on_cpu = all(parameter.device.type == "cpu" for parameter in body.parameters())

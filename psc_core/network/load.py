@@ -168,9 +168,9 @@ def cache_file(suffix: str, *given: bytes) -> Path:
 def version_of(module: str) -> str:
     """Return the version of a module; empty if it cannot be imported or does not tell."""
     try:
-        return importlib.metadata.version(module)
+        return importlib.metadata.version(module)  # without importing it, which takes seconds
     except importlib.metadata.PackageNotFoundError:
-        pass
+        pass  # another distribution brings it, as onnxruntime-gpu does
     try:
         return str(importlib.import_module(module).__version__)
     except Exception:  # An installation may be broken in any way; whoever needs the module reports it.
