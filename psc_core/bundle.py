@@ -1,8 +1,6 @@
 """The bundle: a directory of ``manifest.json`` and safetensors files, as ``docs/bundle-format.md`` specifies it.
 
-First comes the manifest's schema: the values that each field may hold, and the fields that must agree.  Then the
-``psc-fit`` command that refits a bundle of another version; people paste it into a shell, so a hostile bundle must not
-choose it, and it repeats plain words only.  Last come writing and reading.
+People paste the ``psc-fit`` command that refits a bundle of another version into a shell: it repeats plain words only.
 
 Writing fills a temporary directory and renames it, and removes the bundle that it replaces once the new files are on
 the disk, so a bundle is whole or absent, even after a power cut.  Reading verifies everything before anything is used,
@@ -38,7 +36,7 @@ from psc_core.answers import BasePolicy
 from psc_core.errors import BundleError, UsageError, fault, shortened
 from psc_core.images.preprocess import Preprocess
 from psc_core.network import LIBRARIES
-from psc_core.settings import Precision
+from psc_core.settings import Precision, settings_where
 from psc_core.tasks import TASKS, task_of_manifest
 from psc_core.tasks.base import Agreement, Task
 from psc_core.text import composed
@@ -51,7 +49,6 @@ GRAPH: Final = "backbone.onnx"  # the file for a network that no name can build,
 HISTORY: Final = "recalibrations"  # in a bundle's provenance: its recalibrations, the oldest first
 MAX_NAME: Final = 200  # maximum length of a model name, in characters
 MAX_ARGUMENT: Final = 1 << 16  # maximum magnitude of a number among a network's arguments, which are sizes and counts
-
 _Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
@@ -60,8 +57,6 @@ class _Strict(BaseModel):
 
 
 class FileEntry(_Strict):
-    """The length and the digest of one file."""
-
     bytes: int = Field(ge=0, le=MAX_PART_BYTES)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
@@ -141,8 +136,6 @@ class MapSection(_Strict):
 
 
 class StoredImagesSection(_Strict):
-    """The section ``stored_images``: the sizes of the kept training images."""
-
     count: _Size
     kept: _Size
     channels: _Size
@@ -162,10 +155,7 @@ def check_network(network: Mapping[str, Any]) -> None:
 
 
 class Manifest(_Strict):
-    """The content of ``manifest.json``; ``docs/bundle-format.md`` describes every field.
-
-    :func:`manifest_of` creates one, of a subclass with the fields of its task.
-    """
+    """The content of ``manifest.json``, see ``docs/bundle-format.md``; a subclass adds the fields of its task."""
 
     task_type: ClassVar[type[Task]]
 
@@ -297,20 +287,14 @@ def leaves(value: Any) -> Iterable[Any]:
 
 
 _MAX_REPEATED: Final = 1000  # maximum length of the repeated settings, in characters
-
 _LIBRARY_NETWORK: Final = re.compile(rf"({'|'.join(LIBRARIES)}):[A-Za-z0-9_.-]+")
 _OWN_WEIGHTS: Final = {"hf": "hf:DIR", "onnx": "onnx:FILE"}  # specs of networks that bring their weights
 _FILES: Final = {"hf:DIR": "", "onnx:FILE": "--preprocess FILE "}  # an ONNX file describes no preprocessing
-
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_+.:][A-Za-z0-9_+.:-]*")
 
 
 def fit_command(body: Mapping[str, Any]) -> str:
-    """Return the ``psc-fit`` command that refits a bundle of another version.
-
-    It repeats the recorded settings if all of them are plain words, and otherwise none; not those that suited the
-    machine of then.  Paths and factories are left as placeholders.
-    """
+    """Return the ``psc-fit`` command that refits a bundle, with the recorded settings if all are plain words."""
     try:
         flags = _repeated(body["provenance"])
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -320,8 +304,6 @@ def fit_command(body: Mapping[str, Any]) -> str:
 
 
 def _repeated(provenance: Any) -> str:
-    from psc_core.settings import settings_where  # Of fitting: loaded only where a bundle is refused.
-
     model = provenance["model"]
     spec = model if _LIBRARY_NETWORK.fullmatch(model) else _OWN_WEIGHTS.get(model.partition(":")[0], "SPEC")
     words = ["--model", spec]
@@ -372,10 +354,7 @@ def is_bundle(path: Path) -> bool:
 
 
 def check_target(path: Path, *, overwrite: bool = True) -> None:
-    """Check that a bundle can be written to ``path``, before hours are spent on fitting it.
-
-    What is behind a link is somebody's release, which stays as it is.
-    """
+    """Check that a bundle can be written to ``path``; what is behind a link is somebody's release, and stays."""
     if path.is_symlink():
         raise BundleError(
             f"cannot write a bundle to {path}, it is a link to {path.readlink()}, which stays as it is; write to "
@@ -399,10 +378,7 @@ def check_target(path: Path, *, overwrite: bool = True) -> None:
 def write_bundle(
     path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]], graph: bytes | None = None
 ) -> Manifest:
-    """Write a bundle to the directory ``path`` and replace one that is there; its other files and folders stay.
-
-    Equal input gives equal bytes.  A ``graph`` is an ONNX model that takes the place of the network's tensors.
-    """
+    """Write a bundle, the same bytes for equal input; of one that it replaces other files and folders stay."""
     check_target(path)
     blobs = {f"{part}.safetensors": _serialise(tensors) for part, tensors in parts.items()}
     if graph is not None:
@@ -415,7 +391,9 @@ def write_bundle(
         raise BundleError(f"a manifest cannot hold this model's description: {error}") from error
     body["version"] = manifest_digest(body)
     manifest = manifest_of(body)
-    ordered = {name: body[name] for name in sorted(body, key=_place)}
+    names = list(Manifest.model_fields)  # fields that a task adds follow the version
+    place = {name: (names.index(name if name in names else "version"), name not in names, name) for name in body}
+    ordered = {name: body[name] for name in sorted(body, key=place.__getitem__)}
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -457,7 +435,6 @@ def _put(scratch: Path, path: Path) -> None:
 
 
 def write_file(file: Path, data: bytes) -> None:
-    """Write a whole file and flush it to the disk."""
     try:
         with file.open("wb") as stream:
             stream.write(data)
@@ -521,12 +498,6 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
         raise BundleError(f"{file}: {error}") from error
 
 
-def _place(field: str) -> tuple[int, str]:
-    """Return the position of a field in the file; fields that a task adds follow the version."""
-    names = list(Manifest.model_fields)
-    return (names.index(field), "") if field in names else (names.index("version"), field)
-
-
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     body = dict(pairs)
     if len(body) != len(pairs):
@@ -540,7 +511,6 @@ def _deeper_than(value: Any, levels: int) -> bool:
 
 
 def read_bundle(path: Path) -> Bundle:
-    """Read and verify a whole bundle."""
     manifest, version = _parse_manifest(path)
     graph: bytes | None = None
     parts: dict[str, Mapping[str, Tensor]] = {}

@@ -1,17 +1,5 @@
 """The error tree, one class for each arrow of the pipeline, and helpers for error messages.
 
-::
-
-    usage ─▶ data ─▶ network ─▶ fit ─▶ bundle ─▶ bytes ─▶ image ─▶ prediction
-      │       │        │         │       │         │        │
-      │       │        │         │       │         │        └ DeviceError
-      │       │        │         │       │         └ UnsupportedImage, ImageTooLarge, UndecodableImage
-      │       │        │         │       └ BundleError
-      │       │        │         └ FitError
-      │       │        └ NetworkError
-      │       └ DataError
-      └ UsageError
-
 Messages say what is wrong and what to do.  The command line prints them in one line and exits with code 2; the service
 maps them to HTTP in one table (``app/errors.py``).
 """
@@ -86,10 +74,7 @@ class LoaderWarning(UserWarning):
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line by which a program called this package, however deep the cause lies.
-
-    The package is left where its outermost frame was called: frames of decorators may lie between its own.
-    """
+    """Warn at the line by which a program called this package, however deep the cause lies."""
     frame, level, outermost = inspect.currentframe(), 0, 0
     while frame is not None:
         level += 1

@@ -44,8 +44,6 @@ from psc_core.tasks.base import BasePrediction, Outputs, Task
 
 @dataclass(frozen=True)
 class NamedImage:
-    """One image to score."""
-
     name: str  # the path, or the row in a Parquet file
     image: str | bytes  # a path, or an encoded image
 
@@ -64,13 +62,10 @@ def named_images(source: Path, column: str | None = None) -> Iterator[NamedImage
         return _parquet(source, column or COLUMN)
     if column:
         raise UsageError(f"{source} has no columns, a .parquet file has; leave out the column {column!r}")
-    return _folder(source) if source.is_dir() else _paths(source)
-
-
-def _folder(root: Path) -> Iterator[NamedImage]:
-    for path in files_below(root):
-        if path.lower().endswith(SUFFIXES):
-            yield NamedImage(_printable(os.path.relpath(path, root)), path)
+    if source.is_dir():
+        images = (path for path in files_below(source) if path.lower().endswith(SUFFIXES))
+        return (NamedImage(_printable(os.path.relpath(path, source)), path) for path in images)
+    return _paths(source)
 
 
 def _paths(file: Path) -> Iterator[NamedImage]:
@@ -82,18 +77,14 @@ def _paths(file: Path) -> Iterator[NamedImage]:
 
 def _parquet(file: Path, column: str) -> Iterator[NamedImage]:
     try:
-        for row, value in enumerate(_cells(file, column)):
+        table = pyarrow_parquet().ParquetFile(file)
+        if column not in table.schema_arrow.names:
+            raise UsageError(f"{file} has no column {column!r}; it has {', '.join(table.schema_arrow.names)}")
+        batches = table.iter_batches(batch_size=256, columns=[column])
+        for row, value in enumerate(value for batch in batches for value in batch.column(0).to_pylist()):
             yield NamedImage(str(row), _encoded(value, file))
     except (needs("Parquet", "parquet", "pyarrow").ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as Parquet ({' '.join(str(error).split())}); write it again") from error
-
-
-def _cells(file: Path, column: str) -> Iterator[Any]:
-    table = pyarrow_parquet().ParquetFile(file)
-    if column not in table.schema_arrow.names:
-        raise UsageError(f"{file} has no column {column!r}; it has {', '.join(table.schema_arrow.names)}")
-    for batch in table.iter_batches(batch_size=256, columns=[column]):
-        yield from batch.column(0).to_pylist()
 
 
 def _printable(path: str) -> str:
@@ -113,7 +104,6 @@ def _encoded(value: Any, file: Path) -> str | bytes:
 
 
 def pyarrow_parquet() -> Any:
-    """Return the module ``pyarrow.parquet``; raise :class:`UsageError` if it is not installed."""
     return needs("Parquet", "parquet", "pyarrow.parquet")
 
 
@@ -129,7 +119,6 @@ def scored_batches(
 
 
 def check_read_by(model: FittedModel, data: ImageDataset) -> None:
-    """Check that ``data`` is read through the model's preprocessing."""
     if different := model.preprocess.differences(data.preprocess):
         raise UsageError(
             f"expected {data.name} to be read through the model's preprocessing {model.preprocess}, got "
@@ -224,18 +213,13 @@ Decoded = npt.NDArray[np.uint8] | str  # decoded pixels, or the reason why there
 
 @dataclass(frozen=True)
 class PartCount:
-    """The number of images in a part, and the outcome."""
-
     images: int
     errors: int  # images without an answer
     written: bool  # False if the file existed already
 
 
 class PartWriter:
-    """Computes the outputs of parts with one model and writes them.
-
-    ``maps`` gets a PNG of each image with an answer: ``00003-0017.png`` for row 17 of part 3, both from 0.
-    """
+    """Computes the outputs of parts and writes them; row 17 of part 3 has the map ``00003-0017.png``, both from 0."""
 
     def __init__(
         self, model: FittedModel, out: Path, file_format: str, threads: int | None = None, maps: Path | None = None
@@ -276,7 +260,6 @@ class PartWriter:
         return self.out / f"part-{number:05d}.{self.file_format}"
 
     def columns(self, images: Sequence[NamedImage], number: int = 0) -> Columns:
-        """Compute the columns of a part, and write its maps."""
         errors: list[str | None] = []
         scored: Columns = {name: [] for name in self.model.task.columns()}
         for decoded in self._decode(images):
@@ -289,15 +272,12 @@ class PartWriter:
                 for row in compress(rows, (~finite).tolist()):
                     errors[row] = NOT_FINITE
                 prediction = prediction[finite]
-                self._write_maps(prediction, number, list(compress(rows, finite.tolist())))
+                if self.maps is not None and prediction.maps is not None:
+                    for row, grey in zip(compress(rows, finite.tolist()), prediction.maps.numpy(), strict=True):
+                        _map_file(self.maps, number, row).write_bytes(png_of(grey))
                 for name, column in columns_of(prediction, self.model.task).items():
                     scored[name] += column
         return merge([each.name for each in images], errors, scored)
-
-    def _write_maps(self, prediction: BasePrediction, number: int, rows: Sequence[int]) -> None:
-        if self.maps is not None and prediction.maps is not None:
-            for row, grey in zip(rows, prediction.maps.numpy(), strict=True):
-                _map_file(self.maps, number, row).write_bytes(png_of(grey))
 
     def _decode(self, images: Sequence[NamedImage]) -> Iterator[list[Decoded]]:
         """Yield batches of decoded images, with :data:`BATCHES_AHEAD` more being decoded by threads."""
@@ -338,8 +318,6 @@ SHARDS_PER_ACTOR = 4  # several, so that a fast actor can take work from a slow 
 
 
 class ShardWriter:
-    """Writes the parts of a shard; runs on an actor."""
-
     def __init__(
         self, make_writer: Callable[[], PartWriter], make_parts: Callable[[], Iterator[list[NamedImage]]], shards: int
     ) -> None:

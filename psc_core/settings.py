@@ -1,6 +1,4 @@
-"""The ranges of arguments, of command lines and Python alike, and values that command lines take as text.
-
-The settings of a fit: the flags of ``psc-fit`` with their defaults, and the part that a bundle records.
+"""The ranges of arguments, values that command lines take as text, and the settings of a fit.
 
 What needs torch is imported when a fit begins, so that the command line shows the defaults at once.
 """
@@ -30,20 +28,13 @@ if TYPE_CHECKING:
     from psc_core.compute import Compute
 
 
-_WHOLE_NUMBER: Final = re.compile(r"0|[0-9]*[1-9][0-9]*")
-"""What is read as an integer; Python itself would read "1_0" and " 5" too."""
-
+_WHOLE_NUMBER: Final = re.compile(r"0|[0-9]*[1-9][0-9]*")  # Python itself would read "1_0" and " 5" too
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an argument may be, those between two bounds that are not among them.
-
-    Example:
-        >>> 0.5 in FRACTION, 1.0 in FRACTION, POSITIVE.parse("3")
-        (True, False, 3)
-    """
+    """The numbers that an argument may be, those between two bounds that are not among them."""
 
     noun: str  # as messages name it
     kind: type[int] | type[float]
@@ -74,7 +65,6 @@ WHOLE: Final = Range("0 or a positive integer", int, -1)
 SEED: Final = Range("a whole number from 0 to 2**63 - 1", int, -1, 1 << 63)
 POSITIVE_NUMBER: Final = Range("a number above 0", float, 0)
 FRACTION: Final = Range("a number between 0 and 1", float, 0, 1)
-
 positive, whole, positive_number = POSITIVE.parse, WHOLE.parse, POSITIVE_NUMBER.parse
 open_unit_interval = FRACTION.parse
 
@@ -117,34 +107,16 @@ def byte_count(text: str) -> int:
 
 
 Precision = Literal["fp32", "bf16"]
-
-PRECISIONS: Final[tuple[Precision, ...]] = get_args(Precision)
-"""All formats, the default first."""
-
-
-BATCH_IMAGES: Final = 256
-"""Default number of images that pass through the network at once."""
-
-MAX_MEMORY: Final = 1 << 30
-"""Default budget of one stage's statistics and the features of a batch, bytes."""
-
-
-Backend = Literal["folded", "plain", "onnx"]
-"""The ways to run the network of a fitted model; see :mod:`psc_core.pipeline`."""
-
-BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
-"""All backends; the first is the one that a fit calibrates."""
-
-
-EPSILON: Final = 0.2
-"""The cutoff ε on NC1 below which a layer has collapsed, as in the paper."""
-
+PRECISIONS: Final[tuple[Precision, ...]] = get_args(Precision)  # the default first
+BATCH_IMAGES: Final = 256  # default number of images that pass through the network at once
+MAX_MEMORY: Final = 1 << 30  # default budget of one stage's statistics and the features of a batch, bytes
+Backend = Literal["folded", "plain", "onnx"]  # ways to run the network of a fitted model, see psc_core.pipeline
+BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)  # first the one that a fit calibrates
+EPSILON: Final = 0.2  # the cutoff on NC1 below which a layer has collapsed, as in the paper
 TABLE_FORMATS: Final = ("jsonl", "parquet")  # of the parts that psc-score writes, the default first
 COLUMN: Final = "image"  # the column of a Parquet file that psc-score reads by default
-
 # The kinds of heads by task, the default first; named here so that a command line needs no torch to list them.
 HEAD_KINDS: Final = {"classification": ("laplace", "sngp", "duq"), "regression": ("blr", "dve")}
-
 DensityKind = Literal["gda", "tied", "gda++", "mahalanobis++", "pooled++", "rmd"]
 Predictions = Literal["auto", "psc", "original"]  # the better of the two, the fitted head, or the original network
 HeadInput = Literal["both", "z"]  # z with the features averaged over positions, or z alone as in the paper
@@ -235,16 +207,12 @@ class FitSettings(BaseModel):
         if wanted is None or isinstance(value, bool) or not isinstance(value, Real):
             return value
         if value not in wanted:
-            raise UsageError(f"expected {name} to be {wanted.noun}{_or_none(name)}, got {value}")
+            or_none = " or None" if cls.model_fields[name].default is None else ""
+            raise UsageError(f"expected {name} to be {wanted.noun}{or_none}, got {value}")
         return float(value) if wanted.kind is float else int(value) if isinstance(value, Integral) else value
 
     def changed(self, changes: Mapping[str, Any]) -> FitSettings:
-        """Return the settings with others by name, as Python functions take them.
-
-        Raises:
-            UsageError: If a name is none of the settings', a value has another type or is outside of its range, or
-                ``task`` is among them, which the class or function decides.
-        """
+        """Return the settings with others by name, as Python functions take them; :class:`UsageError` for a bad one."""
         if "task" in changes:
             raise UsageError("expected no task: PSC and fit_psc fit classifiers, PSCRegressor and fit_regressor others")
         return type(self)(**{**dict(self), **changes})
@@ -254,18 +222,10 @@ class FitSettings(BaseModel):
         return type(self)(**{**dict(self), "task": task, "head": self.head_of(heads)})
 
     def head_of(self, heads: Collection[str]) -> str:
-        """Return the kind of the head, by default the task's first."""
         return self.head or next(iter(heads))
 
     def compute(self, processes: tuple[int, int] = (0, 1)) -> Compute:
-        """Return the device, precision, batch size, processes and memory that all stages of a fit use.
-
-        Args:
-            processes: The rank of this process, and the number of those that fit together.
-
-        Raises:
-            UsageError: If the device does not exist.
-        """
+        """Return what all stages of a fit use; ``processes`` are this one's rank and the number of all."""
         from psc_core.compute import Compute, resolve_device
 
         device = resolve_device(self.device)
@@ -324,12 +284,7 @@ def settings_where(**facts: Any) -> tuple[str, ...]:
     return tuple(name for name in FACTS if facts.items() <= vars(FACTS[name]).items())
 
 
-def _or_none(name: str) -> str:
-    return " or None" if FitSettings.model_fields[name].default is None else ""
-
-
 def _fault(error: ValidationError) -> str:
-    """Say what is wrong with the first setting that cannot be taken."""
     fault = error.errors()[0]
     name, value = str(fault["loc"][0]), fault["input"]
     if fault["type"] == "extra_forbidden":

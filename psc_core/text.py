@@ -24,32 +24,16 @@ from typing import Any, Final
 from psc_core.errors import DataError, UsageError, listed, shortened
 
 SHOWN: Final = 5  # maximum number of names in a message
-# Blanks at the ends, also those without a width, which a spreadsheet or a byte order mark leaves behind.
-_BLANK_ENDS: Final = re.compile(r"^[\s\ufeff\u200b]+|[\s\ufeff\u200b]+$")
+_BLANK_ENDS: Final = re.compile(r"^[\s\ufeff\u200b]+|[\s\ufeff\u200b]+$")  # with what spreadsheets leave behind
 
 
 def composed(name: str) -> str:
-    """Return a name in Unicode's NFC, without blanks at its ends.
-
-    Example:
-        >>> composed("cafe\\u0301 ") == "caf\\u00e9"
-        True
-    """
+    """Return a name in Unicode's NFC, without blanks at its ends."""
     return _BLANK_ENDS.sub("", unicodedata.normalize("NFC", name))
 
 
 def class_names(classes: Any, noun: str = "classes") -> tuple[str, ...]:
-    """Return class names in the order of their labels, :func:`composed`.
-
-    Args:
-        classes: A sequence of names, or a mapping between names and labels in either direction, as ``class_to_idx`` of
-            torchvision and ``id2label`` of transformers are.
-        noun: What messages call them.
-
-    Example:
-        >>> class_names({"zebra": 1, "ant": 0})
-        ('ant', 'zebra')
-    """
+    """Return class names, listed or mapped to or from their labels, in the order of the labels, :func:`composed`."""
     given = _by_label(classes, noun) if isinstance(classes, Mapping) else _listed_names(classes, noun)
     odd = [name for name in given if not isinstance(name, str)]
     if odd:
@@ -111,18 +95,11 @@ def _label(value: Any) -> int | None:
     return None if index is None or isinstance(value, bool) else int(index())
 
 
-# The line by which a file tells Excel what separates its columns.
-_SAID: Final = re.compile(r"sep=([,;\t|])[\r\n]*", re.IGNORECASE)
-
+_SAID: Final = re.compile(r"sep=([,;\t|])[\r\n]*", re.IGNORECASE)  # tells Excel the delimiter
 _QUOTED: Final = re.compile(r'"(?:[^"]|"")*"')
-
-# The first bytes of what Excel calls Unicode text, and its encoding.
-_WIDE: Final = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-
+_WIDE: Final = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # what Excel calls Unicode text
 _GROUPED: Final = r"[1-9][0-9]{0,2}(?:%s[0-9]{3})+"
 _BLANK: Final = "[ '\u00a0\u2009\u2019\u202f]"  # what separates groups of digits and cannot be a decimal mark
-
-
 _NOT_FINITE: Final = re.compile(r"[+-]?(nan|inf(inity)?)", re.IGNORECASE)
 
 
@@ -139,17 +116,12 @@ _WITH_COMMA: Final = _number_with(",", ".")
 
 @dataclass(frozen=True)
 class SeparatedValues:
-    """An open table of separated values."""
-
     lines: Iterator[tuple[int, list[str]]]  # number and cells of each line that is not blank, first the header
     delimiter: str
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return one line for each row of cells, in columns two spaces apart; a row may lack its last cells.
-
-    The columns in ``left`` are aligned to the left, all others to the right.
-    """
+    """Return one line for each row, which may lack its last cells, aligned right but for the columns in ``left``."""
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]
     return ["  ".join(map(str.format, formats, row)).rstrip() for row in rows]
@@ -166,8 +138,9 @@ def open_csv(path: Path) -> Iterator[SeparatedValues]:
             file.seek(0)
             if "\0" in first:
                 raise DataError(f"{path} is no text in UTF-8; save it as CSV in UTF-8")
-            said = _SAID.fullmatch(first)
-            delimiter = said[1] if said else _delimiter(path, first)
+            said, bare = _SAID.fullmatch(first), _QUOTED.sub("", first)
+            usual = "\t,;|" if path.suffix.lower() == ".tsv" else ",;\t|"
+            delimiter = said[1] if said else next((mark for mark in usual if mark in bare), usual[0])
             reader = csv.reader(file, delimiter=delimiter, strict=True)
             if said:
                 next(reader)
@@ -176,12 +149,6 @@ def open_csv(path: Path) -> Iterator[SeparatedValues]:
             raise DataError(f"{path}, line {reader.line_num}: {error}; save it as CSV in UTF-8") from error
         except UnicodeError as error:  # It is decoded in blocks, ahead of the line that is read.
             raise DataError(f"{path}: {error}; save it as CSV in UTF-8") from error
-
-
-def _delimiter(path: Path, header: str) -> str:
-    bare = _QUOTED.sub("", header)
-    usual = "\t,;|" if path.suffix.lower() == ".tsv" else ",;\t|"
-    return next((mark for mark in usual if mark in bare), usual[0])
 
 
 def check_columns(path: Path, names: Sequence[str]) -> None:
@@ -221,14 +188,7 @@ def number_marks(texts: Iterable[str], delimiter: str) -> str:
 
 
 def parse_number(text: str, marks: str = ".") -> float | None:
-    """Return the number that a text is, or None if it is none.
-
-    Args:
-        text: The text; blanks and apostrophes may separate groups of three digits.
-        marks: ``"."``: a decimal point, and no comma; ``".,"``: commas may separate groups of digits; ``","``: a
-            decimal comma, and points may separate groups; empty: unknown, so that only what both read alike, or one
-            alone can read, is a number.
-    """
+    """Return the number that a text is, by :func:`number_marks` (empty: unknown), or None if it is none."""
     point, comma = _readings(text)
     if marks == ".":
         return None if "," in text else point
@@ -244,7 +204,6 @@ def parse_number(text: str, marks: str = ".") -> float | None:
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text is a number, with a decimal point or a decimal comma."""
     return _readings(text) != (None, None)
 
 

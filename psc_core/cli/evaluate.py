@@ -33,7 +33,6 @@ _EXAMPLE = """example:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line of ``psc-eval``."""
     description = "Measure accuracy or error, calibration, OOD detection and nominal rates of a bundle."
     cli = flags.command("psc-eval", description, _EXAMPLE)
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="bundle to measure")
@@ -58,8 +57,8 @@ def evaluate(args: argparse.Namespace) -> None:
     """Measure the bundle, print the report, and write it where ``--out`` says."""
     from psc_core.bundle import read_bundle
     from psc_core.data.open import unread_files
-    from psc_core.evaluation.evaluate import check_images, seen_warning
     from psc_core.evaluation.evaluate import evaluate as measure
+    from psc_core.evaluation.evaluate import seen_warning
     from psc_core.model import model_class_of
     from psc_core.report import page
     from psc_core.report.content import FILE, Content, collect_test, facts_of
@@ -76,7 +75,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if all(given) and not task.has_baselines:
         raise UsageError(f"a {model.task.noun} has no baselines; leave out --weights, --train and --val")
     id_data = task.open_images(model, args.id, target=args.target)
-    check_images(model, id_data)
+    model.task.check_images(model.classes, id_data)
     for line in (*unread_files(id_data), *id_data.notes):
         print(line)
     ood = open_others(args.ood, model.preprocess)
@@ -119,12 +118,7 @@ def open_others(given: Iterable[str], preprocess: Preprocess) -> dict[str, Image
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``psc-eval``."""
     return flags.run(evaluate, parser(), argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 _REPORT_EXAMPLE = """example:
@@ -133,7 +127,6 @@ _REPORT_EXAMPLE = """example:
 
 
 def report_parser() -> argparse.ArgumentParser:
-    """Return the command line of ``psc-report``."""
     text = "Draw a bundle's report again, from what its fit kept; a classifier's has pictures of validation images."
     cli = flags.command("psc-report", text, _REPORT_EXAMPLE)
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="bundle that psc-fit wrote")
@@ -143,7 +136,6 @@ def report_parser() -> argparse.ArgumentParser:
 
 
 def report(args: argparse.Namespace) -> None:
-    """Write the page and say where it is."""
     from psc_core.bundle import read_bundle
     from psc_core.report import FIGURES, PAGE, page
     from psc_core.report.content import Content, facts_of
@@ -159,9 +151,8 @@ def report(args: argparse.Namespace) -> None:
 
 
 def report_main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``psc-report``."""
     return flags.run(report, report_parser(), argv)
 
 
 if __name__ == "__main__":
-    sys.exit(report_main())
+    sys.exit(main())

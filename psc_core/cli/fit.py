@@ -13,7 +13,6 @@ from typing import Any
 
 from psc_core import settings
 from psc_core.cli import flags
-from psc_core.cli import flags as preprocessing
 from psc_core.data import MAX_BAD_IMAGES
 from psc_core.network import LIBRARIES
 from psc_core.settings import DEFAULTS, FACTS, HEAD_KINDS, choices_of
@@ -34,21 +33,11 @@ package.module:factory.  Several processes: torchrun --nproc-per-node N -m psc_c
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line of ``psc-fit``."""
     description = "Fit uncertainty to a trained image classifier or regression, without retraining it."
     cli = flags.command("psc-fit", description, _EXAMPLE)
     cli.usage = "%(prog)s --model SPEC [--weights FILE] --train DIR --val DIR --out DIR [flag ...]"
-    _add_network_flags(cli.add_argument_group("network"))
-    _add_data_flags(cli.add_argument_group("data"))
-    _add_bundle_flags(cli.add_argument_group("bundle"))
-    _add_answer_flags(cli.add_argument_group("answers"))
-    preprocessing.add_flags(cli)
-    _add_run_flags(cli.add_argument_group("run"))
-    _add_method_flags(cli.add_argument_group("method (the paper's settings and others, for comparisons)"))
-    return cli
 
-
-def _add_network_flags(group: _Group) -> None:
+    group = cli.add_argument_group("network")
     specs = (
         f"network: {', '.join(f'{library}:NAME' for library in LIBRARIES)} or package.module:factory; onnx:FILE; "
         "hf:DIR or timm:local-dir:DIR, a folder that transformers or timm saved, with weights, classes and "
@@ -65,8 +54,7 @@ def _add_network_flags(group: _Group) -> None:
     text = "download files of hf:ORG/NAME that are not in the Hugging Face cache"
     group.add_argument("--allow-download", action="store_true", help=text)
 
-
-def _add_data_flags(group: _Group) -> None:
+    group = cli.add_argument_group("data")
     group.add_argument("--train", required=True, metavar="DIR", help="training images: a directory or a table")
     group.add_argument(
         "--val", required=True, metavar="DIR", help="validation images, which the network was not trained on"
@@ -75,8 +63,7 @@ def _add_data_flags(group: _Group) -> None:
     group.add_argument("--target", metavar="NAME", help=text)
     group.add_argument("--unit", default="", help="unit of the numbers in the tables, such as years")
 
-
-def _add_bundle_flags(group: _Group) -> None:
+    group = cli.add_argument_group("bundle")
     group.add_argument("--out", type=Path, required=True, metavar="DIR", help="bundle to write")
     group.add_argument("--overwrite", action="store_true", help="replace the bundle in --out, and its report")
     group.add_argument("--name", help="name of the model (default: the name of --out)")
@@ -85,8 +72,7 @@ def _add_bundle_flags(group: _Group) -> None:
     text = "write no report, which would contain training and validation images, or their numbers"
     group.add_argument("--no-report", action="store_true", help=text)
 
-
-def _add_answer_flags(group: _Group) -> None:
+    group = cli.add_argument_group("answers")
     text = "prediction of the network: a class, even where a table holds class indices, or a number"
     group.add_argument("--task", choices=tuple(HEAD_KINDS), help=f"{text} (default: {DEFAULTS.task})")
     text = "psc: the head's; base: the network's own, scaled by a temperature; auto: the better on validation images"
@@ -110,31 +96,9 @@ def _add_answer_flags(group: _Group) -> None:
     )
     text = "store N training images, some of each class, to show the nearest ones to an image"
     _add_setting(group, "stored_images", text, metavar="N", default="none")
+    flags.add_flags(cli)
 
-
-def _add_method_flags(group: _Group) -> None:
-    group.add_argument("--layer", default=DEFAULTS.layer, metavar="NAME", help="chosen layer, or auto (default)")
-    group.add_argument("--layers", metavar="REGEX", help="measure only layers whose names match")
-    _add_setting(group, "granularity", "modules that count as layers; operations is the paper's")
-    _add_setting(group, "epsilon", "NC1 below which a layer has collapsed")
-    _add_setting(group, "c_proj", "number of channel components")
-    _add_setting(group, "d_proj", "number of spatial components")
-    _add_setting(group, "minimum_dim", "smallest product of --c-proj and --d-proj that auto considers")
-    group.add_argument("--no-second-scaling", action="store_true", help="do not standardise z")
-    _add_setting(group, "density", "density that measures how typical an image is; gda is the paper's")
-    _add_setting(group, "pca", "dimension that the density works in")
-    text = (
-        "input of a classifier's head: z and the layer's features averaged over positions, or z alone, as in the paper"
-    )
-    _add_setting(group, "head_input", text)
-    text = (
-        "score behind the OOD decision: the checks texture, content (the density) and confidence combined, or the "
-        "density alone, as in the paper"
-    )
-    _add_setting(group, "ood_score", text)
-
-
-def _add_run_flags(group: _Group) -> None:
+    group = cli.add_argument_group("run")
     text = f"device: auto, cpu, cuda or cuda:N (default: {DEFAULTS.device})"
     group.add_argument("--device", default=DEFAULTS.device, help=text)
     _add_setting(group, "precision", "precision of the network, while fitting and when served")
@@ -158,19 +122,33 @@ def _add_run_flags(group: _Group) -> None:
     group.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
     _add_setting(group, "seed", "seed of the split of the validation images and of the head")
 
+    group = cli.add_argument_group("method (the paper's settings and others, for comparisons)")
+    group.add_argument("--layer", default=DEFAULTS.layer, metavar="NAME", help="chosen layer, or auto (default)")
+    group.add_argument("--layers", metavar="REGEX", help="measure only layers whose names match")
+    _add_setting(group, "granularity", "modules that count as layers; operations is the paper's")
+    _add_setting(group, "epsilon", "NC1 below which a layer has collapsed")
+    _add_setting(group, "c_proj", "number of channel components")
+    _add_setting(group, "d_proj", "number of spatial components")
+    _add_setting(group, "minimum_dim", "smallest product of --c-proj and --d-proj that auto considers")
+    group.add_argument("--no-second-scaling", action="store_true", help="do not standardise z")
+    _add_setting(group, "density", "density that measures how typical an image is; gda is the paper's")
+    _add_setting(group, "pca", "dimension that the density works in")
+    text = (
+        "input of a classifier's head: z and the layer's features averaged over positions, or z alone, as in the paper"
+    )
+    _add_setting(group, "head_input", text)
+    text = (
+        "score behind the OOD decision: the checks texture, content (the density) and confidence combined, or the "
+        "density alone, as in the paper"
+    )
+    _add_setting(group, "ood_score", text)
+    return cli
+
 
 def _add_setting(
     group: _Group, name: str, text: str, *, metavar: str | None = None, default: str | None = None
 ) -> None:
-    """Add the flag of a field of :class:`.FitSettings`, with its range or choices and its default.
-
-    Args:
-        group: The flags that it belongs to.
-        name: The name of the field.
-        text: What it does.
-        metavar: What stands for its value; None: ``N``, or nothing for a rate or a choice.
-        default: The default in words, where None alone would not say what happens.
-    """
+    """Add the flag of a field of :class:`.FitSettings`; ``default`` says in words what None means."""
     value, wanted, choices = getattr(DEFAULTS, name), FACTS[name].range, choices_of(name)
     takes_auto = value is None and default is None
     shown = default or ("auto" if value is None else value)
@@ -186,41 +164,31 @@ def _add_setting(
 
 def fit(args: argparse.Namespace) -> None:
     """Open and check what the flags name, run all stages, and write bundle and report."""
-    from psc_core.cli.job import (
-        checked_provenance,
-        decoded,
-        estimate,
-        look,
-        open_checkpoint,
-        open_job,
-        origins_of,
-        write,
-    )
+    from psc_core.cli import job as steps
     from psc_core.fit import fit_stages
 
-    job = open_job(args)
+    job = steps.open_job(args)
     if job.is_first:
         print(*job.opening(), sep="\n", flush=True)
     if args.dry_run:
-        print(look(job, args.max_bad_images), flush=True)
-        print(estimate(job, args.max_bad_images))
+        print(steps.look(job, args.max_bad_images), flush=True)
+        print(steps.estimate(job, args.max_bad_images))
         return
-    provenance = checked_provenance(job)
-    job = decoded(job, args)
+    provenance = steps.checked_provenance(job)
+    job = steps.decoded(job, args)
     if any(job.data.skipped):
-        provenance |= origins_of(job.data)
-    checkpoint = open_checkpoint(job, provenance, args)
+        provenance |= steps.origins_of(job.data)
+    checkpoint = steps.open_checkpoint(job, provenance, args)
     say = print if job.is_first else None  # of several processes the first
     report, projection, fitted = fit_stages(
         job.net, job, name=job.name, provenance=provenance, checkpoint=checkpoint, say=say
     )
     if job.is_first:
-        write(job, report, projection, fitted.model, pictures=not args.no_report)
+        steps.write(job, report, projection, fitted.model, pictures=not args.no_report)
         checkpoint.clear()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``psc-fit``."""
     return flags.run(fit, parser(), argv)
 
 

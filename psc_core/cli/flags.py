@@ -38,12 +38,8 @@ _ENDS = "Exit codes: 0 done, 2 bad usage or bad input, 130 interrupted, 1 a fail
 
 def command(prog: str, description: str, example: str) -> argparse.ArgumentParser:
     """Return a command line with ``--version`` and an example below its help."""
-    cli = argparse.ArgumentParser(
-        prog=prog,
-        description=description,
-        epilog=f"{example}\n\n{_ENDS}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    epilog, as_written = f"{example}\n\n{_ENDS}", argparse.RawDescriptionHelpFormatter
+    cli = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog, formatter_class=as_written)
     cli.add_argument("--version", action="version", version=f"psc {__version__}")
     return cli
 
@@ -68,7 +64,6 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
 
 
 def add_log_flags(cli: argparse.ArgumentParser) -> None:
-    """Add the flags that choose rows of a prediction log."""
     cli.add_argument(
         "--model", metavar="NAME", help="name that the model was served under (default: the only one in the log)"
     )
@@ -77,7 +72,6 @@ def add_log_flags(cli: argparse.ArgumentParser) -> None:
 
 
 def add_model_flags(cli: argparse.ArgumentParser) -> None:
-    """Add the flags of a bundle that is loaded."""
     cli.add_argument("--device", default="auto", help="device: auto, cpu, cuda or cuda:N (default: auto)")
     text = "network factories that the bundle may import, as package.module:factory"
     cli.add_argument("--allow-factories", action="extend", type=by_commas, default=[], metavar="SPEC[,SPEC]", help=text)
@@ -92,7 +86,6 @@ def check_free(folder: Path, names: Iterable[str]) -> None:
 
 
 DEFAULT: Final = "imagenet"  # preset for networks that say nothing of their preprocessing
-
 _REMEDY: Final = "give a JSON file"
 
 
@@ -114,7 +107,6 @@ def add_flags(cli: argparse.ArgumentParser) -> None:
 
 
 def preprocess_from(args: argparse.Namespace, described: NetworkSpec | None = None) -> Preprocess:
-    """Return the preprocessing that the flags describe."""
     from psc_core.images.preprocess import PRESETS
 
     if args.size and (args.resize or args.crop):
@@ -164,7 +156,6 @@ def named(source: str) -> Preprocess:
 
 
 def from_file(file: Path) -> Preprocess:
-    """Read the preprocessing in a JSON file."""
     from pydantic import TypeAdapter, ValidationError
 
     from psc_core.images.preprocess import Preprocess

@@ -1,13 +1,11 @@
 """A fit that ``psc-fit`` was asked for, and its steps; :func:`psc_core.cli.fit.fit` takes them in order.
 
-First comes the origin of a bundle, by which two fits are the same job.  Everything that can be refused is refused in
-:func:`open_job`, before the first pass over the images, or while they are decoded; nothing is written to the bundle's
-folder before the model is fitted.
+Everything that can be refused is refused in :func:`open_job`, before the first pass over the images, or while they are
+decoded; nothing is written to the bundle's folder before the model is fitted.
 
-Last comes ``--dry-run``: how long a fit and its report take, and how much memory and disk.  A fit on n training images
-takes a + b · n seconds, a and b from two small fits; a still smaller one goes before them, because the first fit of a
-process also loads libraries.  Of a large fit the report, which looks at no more than 2,000 images of a set, is
-estimated too long.
+``--dry-run``: a fit on n training images takes a + b · n seconds, a and b from two small fits; a still smaller one goes
+before them, because the first fit of a process also loads libraries.  Of a large fit the report, which looks at no more
+than 2,000 images of a set, is estimated too long.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from torch import nn
 
 from psc_core import __version__
 from psc_core.bundle import MAX_NAME, check_network, check_target, check_text
-from psc_core.cli import flags as preprocessing
+from psc_core.cli import flags
 from psc_core.collapse import CollapseReport, to_csv
 from psc_core.compute import Compute, join_processes, passes, track
 from psc_core.data.cache import Scratch, check_disjoint, only_readable
@@ -100,10 +98,7 @@ def job_of(
     compute: Compute,
     configuration: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the inputs of the stages in a checkpoint, JSON types; ``configuration`` is a file of the network.
-
-    Image files count by name, size and the time of their last change: an edited bitmap keeps its size.
-    """
+    """Return the inputs of a checkpoint, JSON types; files count by size and time: an edited bitmap keeps its size."""
     on = {
         "preprocess": data.train.preprocess.to_json(),
         "modified": [_modified(data.train), _modified(data.val)],
@@ -144,26 +139,15 @@ class Job(FitJob):
         """Whether this process, of those that fit together, prints and writes."""
         return self.compute.rank == 0
 
-    @property
-    def stages_folder(self) -> Path:
-        """The folder of the checkpoint, beside the bundle."""
-        return _stages_folder(self.out)
-
     def opening(self) -> list[str]:
-        """Return the lines that say what is fitted to what."""
         train, val, notes = self.data.train, self.data.val, notes_of(self.net)
-        lines = [
+        return [
             f"train: {train.name}, {len(train)} images, {self.data.task_type.describe_labels(train)}; "
             f"val: {val.name}, {len(val)} images",
-            *unread_files(train),
-            *unread_files(val),
-            *train.notes,
-            *val.notes,
-            self.order_note,
-            f"network: {'; '.join(notes)}" if notes else "",
+            *filter(None, (*unread_files(train), *unread_files(val), *train.notes, *val.notes, self.order_note)),
+            *([f"network: {'; '.join(notes)}"] if notes else []),
             f"preprocessing: {train.preprocess}",
         ]
-        return list(filter(None, lines))
 
 
 def open_job(args: argparse.Namespace) -> Job:
@@ -171,7 +155,11 @@ def open_job(args: argparse.Namespace) -> Job:
     described = describe(args.model, allow_download=args.allow_download)
     if args.weights is None and not described.weights:
         raise UsageError(f"expected --weights FILE, the trained weights of {args.model}, which has none with it")
-    train, val, order_note = open_images(args, described)
+    preprocess = flags.preprocess_from(args, described)
+    numbers = None if args.task is None else TASKS[args.task].has_numbers
+    opened = partial(open_dataset, preprocess=preprocess, numbers=numbers, target=args.target, unit=args.unit)
+    train, order_note = in_network_order(opened(args.train, split="train"), described.classes)
+    val = opened(args.val, split="val")
     data = FitData.of(train, val, seed=args.seed, task=args.task or DEFAULTS.task, max_images=args.max_images)
     given = {name: getattr(args, name, None) for name in FitSettings.model_fields}
     settings = checked(FitSettings(**{name: value for name, value in given.items() if value is not None}), data)
@@ -184,7 +172,12 @@ def open_job(args: argparse.Namespace) -> Job:
         check_target(out, overwrite=args.overwrite or (_stages_folder(out).exists() and not args.fresh))
     net, network = load(args, described, data.task.network_outputs(data.train.classes))
     compute = settings.compute(join_processes() if args.distributed else (0, 1))
-    check_runs(net, network, data, compute)
+    net = net.to(compute.device)
+    images = trial_images(train.preprocess).to(compute.device)
+    check_output(net, images[:1], data.task.network_outputs(data.train.classes), name=network.spec)
+    check_images(net, images, name=network.spec)
+    if spec_of(net) is None:  # a bundle will hold its graph
+        check_exportable(net, images[:1], compute.precision)
     showing = partial(track, total=len(train), description="comparing")
     # Last, as it may take long; not data.train: the network has seen what that leaves out.
     check_disjoint(train, val, showing)
@@ -197,15 +190,6 @@ def _stages_folder(out: Path) -> Path:
     return out.with_name(f".{out.name}.stages")
 
 
-def open_images(args: argparse.Namespace, described: NetworkSpec) -> tuple[ImageDataset, ImageDataset, str]:
-    """Open training and validation images, with the classes in the network's order, and how that was found."""
-    preprocess = preprocessing.preprocess_from(args, described)
-    numbers = None if args.task is None else TASKS[args.task].has_numbers
-    opened = partial(open_dataset, preprocess=preprocess, numbers=numbers, target=args.target, unit=args.unit)
-    train, note = in_network_order(opened(args.train, split="train"), described.classes)
-    return train, opened(args.val, split="val"), note
-
-
 def load(args: argparse.Namespace, described: NetworkSpec, outputs: int) -> tuple[nn.Module, NetworkSpec]:
     """Load the network with this number of outputs; with ``--graph`` as one that no name builds again."""
     network = described.with_arguments(outputs, key_values(args.model_arg))
@@ -216,16 +200,6 @@ def load(args: argparse.Namespace, described: NetworkSpec, outputs: int) -> tupl
     return net, replace(network, weights=(args.weights,)) if args.weights else network
 
 
-def check_runs(net: nn.Module, network: NetworkSpec, data: FitData, compute: Compute) -> None:
-    """Run the network on trial images, on the device, and export it where a bundle will hold its graph."""
-    net = net.to(compute.device)
-    images = trial_images(data.train.preprocess).to(compute.device)
-    check_output(net, images[:1], data.task.network_outputs(data.train.classes), name=network.spec)
-    check_images(net, images, name=network.spec)
-    if spec_of(net) is None:
-        check_exportable(net, images[:1], compute.precision)
-
-
 def look(job: Job, max_bad_images: int) -> str:
     """Return how good the original network is on a few random images, which people see before all are decoded."""
     found = job.first_evaluation(job.net, max_bad_images)
@@ -233,7 +207,6 @@ def look(job: Job, max_bad_images: int) -> str:
 
 
 def checked_provenance(job: Job) -> dict[str, Any]:
-    """Return what the bundle will record of its origin."""
     provenance = provenance_of(job.network, job.settings, job.data)
     try:
         check_text({"name": job.name, **provenance})
@@ -260,7 +233,7 @@ def open_checkpoint(job: Job, provenance: dict[str, Any], args: argparse.Namespa
     """Return the checkpoint of an interrupted run of this job, or an empty one."""
     compute = job.compute
     inputs = job_of(provenance, job.settings, job.data, compute, job.network.configuration)
-    checkpoint = Checkpoint.of(job.stages_folder, inputs, compute)
+    checkpoint = Checkpoint.of(_stages_folder(job.out), inputs, compute)
     is_resumed = checkpoint.is_resumed and not args.fresh
     check_target(job.out, overwrite=args.overwrite or is_resumed)
     if not is_resumed:
@@ -296,8 +269,6 @@ FIT_IMAGES: Final = (256, 4096)  # smallest and largest number of training image
 
 @dataclass(frozen=True)
 class Estimate:
-    """The time, memory and disk space that a fit on all images would take."""
-
     images: int  # number of training images in the larger of the two fits
     seconds: float
     memory: int  # peak of this process, bytes
@@ -357,10 +328,7 @@ def timed_fit(job: Job, size: int, max_bad_images: int) -> tuple[float, int]:
 
 
 def extrapolate(sizes: tuple[int, int], seconds: tuple[float, float], images: int) -> float:
-    """Return the seconds for ``images`` on the line through two measurements.
-
-    Where noise makes the line fall, half of the larger fit's time is assumed to be in proportion to its images.
-    """
+    """Return the seconds for ``images`` on the line through two fits; if noise makes it fall, half is in proportion."""
     slope = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0]) if sizes[1] > sizes[0] else 0.0
     if slope <= 0:
         slope = seconds[1] / sizes[1] / 2

@@ -29,7 +29,6 @@ LOG is what psc-serve --log names: a folder, or s3://BUCKET/PREFIX.
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line of ``psc-log``."""
     cli = flags.command("psc-log", "Work with the prediction log of psc-serve.", _EXAMPLE)
     commands = cli.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -63,7 +62,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def review(args: argparse.Namespace) -> None:
-    """Write the images that people should look at as tasks."""
     from psc_core.log.labels import read_labels
     from psc_core.log.review import label_studio_prefix, path_prefix, to_csv, to_label_studio
     from psc_core.log.review import review as choose
@@ -84,7 +82,6 @@ def review(args: argparse.Namespace) -> None:
 
 
 def import_labels(args: argparse.Namespace) -> None:
-    """Add the answers of people to a log as labels."""
     from psc_core.log.labels import labels_of, read_answers, write_labels
     from psc_core.log.store import open_log
 
@@ -97,7 +94,6 @@ def import_labels(args: argparse.Namespace) -> None:
 
 
 def delete(args: argparse.Namespace) -> None:
-    """Remove one image from a log."""
     from psc_core.log.erase import erase
     from psc_core.log.store import open_log
 
@@ -106,7 +102,6 @@ def delete(args: argparse.Namespace) -> None:
 
 
 def prune_log(args: argparse.Namespace) -> None:
-    """Remove everything that is older than some days."""
     from psc_core.log.erase import prune
     from psc_core.log.store import open_log
 
@@ -116,12 +111,7 @@ def prune_log(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``psc-log``."""
     return flags.run(lambda args: args.work(args), parser(), argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 _REPLAY_EXAMPLE = """example:
@@ -130,7 +120,6 @@ _REPLAY_EXAMPLE = """example:
 
 
 def replay_parser() -> argparse.ArgumentParser:
-    """Return the command line of ``psc-replay``."""
     cli = flags.command("psc-replay", "Answer the logged images of a prediction log again.", _REPLAY_EXAMPLE)
     cli.add_argument("log", metavar="LOG", help="prediction log of psc-serve: a folder or s3://BUCKET/PREFIX")
     cli.add_argument("bundle", type=Path, help="bundle that answers this time")
@@ -145,7 +134,6 @@ def replay_parser() -> argparse.ArgumentParser:
 
 
 def replay(args: argparse.Namespace) -> None:
-    """Answer the images again, print the differences, and write the page."""
     from psc_core.evaluation.replay import replay as answer_again
     from psc_core.log.store import open_log
     from psc_core.model import load_model
@@ -163,12 +151,7 @@ def replay(args: argparse.Namespace) -> None:
 
 
 def replay_main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``psc-replay``."""
     return flags.run(replay, replay_parser(), argv)
-
-
-if __name__ == "__main__":
-    sys.exit(replay_main())
 
 
 _RECALIBRATE_EXAMPLE = """example:
@@ -179,7 +162,6 @@ numbers in the same density), so it is served as fast; only reviewed images of t
 
 
 def recalibrate_parser() -> argparse.ArgumentParser:
-    """Return the command line of ``psc-recalibrate``."""
     cli = flags.command(
         "psc-recalibrate", "Calibrate a bundle on the reviewed random sample of a prediction log.", _RECALIBRATE_EXAMPLE
     )
@@ -213,7 +195,6 @@ def recalibrate_parser() -> argparse.ArgumentParser:
 
 
 def recalibrate(args: argparse.Namespace) -> None:
-    """Read the log, calibrate the bundle again, and write the new version."""
     from psc_core.bundle import TRY_FOLDER, check_target
     from psc_core.calibrate import read_outside, read_sample, recalibrate_from_sample, seen_examples
     from psc_core.log.store import open_log
@@ -249,9 +230,8 @@ def recalibrate(args: argparse.Namespace) -> None:
 
 
 def recalibrate_main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``psc-recalibrate``."""
     return flags.run(recalibrate, recalibrate_parser(), argv)
 
 
 if __name__ == "__main__":
-    sys.exit(recalibrate_main())
+    sys.exit(main())

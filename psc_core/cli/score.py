@@ -9,9 +9,7 @@ import argparse
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -20,9 +18,6 @@ from psc_core.cli import flags
 from psc_core.errors import UsageError
 from psc_core.images.files import unread_below
 from psc_core.settings import COLUMN, TABLE_FORMATS
-
-if TYPE_CHECKING:
-    from psc_core.scoring import NamedImage, PartWriter
 
 VERSION_FILE = "_bundle-version"  # of the bundle; readers of a folder of Parquet files skip names that begin with _
 
@@ -35,7 +30,6 @@ An interrupted run goes on with the same command.  An image that cannot be read 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line of ``psc-score``."""
     cli = flags.command("psc-score", "Compute every output of a bundle for many images.", _EXAMPLE)
     cli.add_argument("input", type=Path, help="folder of images, .parquet file, or text file with one path per line")
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="bundle to score with")
@@ -51,21 +45,17 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--part-images", type=settings.positive, default=1024, metavar="N", help=text)
     text = "score on a Ray cluster with N actors, each with a GPU where there are any (extra psc[ray])"
     cli.add_argument("--ray", type=settings.positive, metavar="N", help=text)
-    cli.add_argument(
-        "--threads",
-        type=settings.positive,
-        metavar="N",
-        help="number of threads that decode images (default: one per CPU)",
-    )
+    text = "number of threads that decode images (default: one per CPU)"
+    cli.add_argument("--threads", type=settings.positive, metavar="N", help=text)
     flags.add_model_flags(cli)
     return cli
 
 
 def score(args: argparse.Namespace) -> None:
-    """Score the parts that fall to this process."""
     from psc_core.bundle import read_bundle
     from psc_core.compute import launched
-    from psc_core.scoring import write_on_ray, write_parts
+    from psc_core.model import load_model
+    from psc_core.scoring import NamedImage, PartWriter, in_parts, named_images, write_on_ray, write_parts
 
     rank, world, gpu = launched()
     if args.ray and world > 1:
@@ -76,11 +66,15 @@ def score(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     source, out = args.input.absolute(), args.out.absolute()
     check_version(out / VERSION_FILE, read_bundle(args.bundle).manifest.version)
-    make_parts = partial(open_parts, source, args.column, args.part_images)
-    maps = None if args.maps is None else args.maps.absolute()
-    make_writer = partial(
-        load_writer, args.bundle.absolute(), out, args.format, args.threads, maps, device, args.allow_factories
-    )
+    bundle, maps = args.bundle.absolute(), None if args.maps is None else args.maps.absolute()
+
+    def make_parts() -> Iterator[list[NamedImage]]:
+        return in_parts(named_images(source, args.column), args.part_images)
+
+    def make_writer() -> PartWriter:
+        model = load_model(bundle, device=device, allow_factories=args.allow_factories)
+        return PartWriter(model, out, args.format, args.threads, maps)
+
     if args.ray:
         counts = write_on_ray(make_writer, make_parts, args.ray)
     else:
@@ -99,36 +93,8 @@ def score(args: argparse.Namespace) -> None:
         print(unread)
 
 
-def open_parts(source: Path, column: str | None, size: int) -> Iterator[list[NamedImage]]:
-    """Return the parts of an input."""
-    from psc_core.scoring import in_parts, named_images
-
-    return in_parts(named_images(source, column), size)
-
-
-def load_writer(
-    bundle: Path,
-    out: Path,
-    file_format: str,
-    threads: int | None,
-    maps: Path | None,
-    device: str,
-    allow_factories: Sequence[str],
-) -> PartWriter:
-    """Load a bundle, and return what writes parts with it."""
-    from psc_core.model import load_model
-    from psc_core.scoring import PartWriter
-
-    return PartWriter(
-        load_model(bundle, device=device, allow_factories=allow_factories), out, file_format, threads, maps
-    )
-
-
 def check_version(file: Path, version: str) -> None:
-    """Write the bundle's version beside its outputs, or compare it with the one that is there.
-
-    Several processes may do so at once: the file appears with its content, and is written only where there is none.
-    """
+    """Write the bundle's version beside its outputs, as a whole file since several processes may, or compare it."""
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise UsageError(f"{file} is a link or no regular file; remove it, or give another --out")
     if not file.exists():
@@ -140,7 +106,6 @@ def check_version(file: Path, version: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``psc-score``."""
     return flags.run(score, parser(), argv)
 
 

@@ -144,20 +144,13 @@ def _unusable(folder: Path, error: OSError) -> UsageError:
     return UsageError(f"cannot store pixels in {folder}: {error.strerror}; choose another --cache or off")
 
 
-# Fraction of the validation images that may be duplicates: real data sets have a few by accident.
-REPEATED: Final = 0.01
-
-# The remedy, for messages.
+REPEATED: Final = 0.01  # fraction of the validation images that may be duplicates: real data sets have a few
 HOLD_OUT: Final = "calibration on training images does not hold for new ones, so hold some images out"
-
 COMPARED_VALUES: Final = 4096  # maximum number of values that the key of an image in an array is made of
 
 
 def shared_images(train: ImageDataset, val: ImageDataset, show: Callable[[Sequence[int]], Iterable[int]] = iter) -> int:
-    """Return how many images of ``val`` are images of ``train``; of files their copies count, whatever their names.
-
-    ``show`` yields the positions of the training images, and shows how many are done.
-    """
+    """Return how many images of ``val`` are in ``train``, copies of files too; ``show`` shows how many are done."""
     sizes = {_file_size(val, position) for position in range(len(val))}
     keys = [*image_keys(val)]
     contents: dict[bytes, set[bytes | None]] = {key: set() for key in keys}
@@ -174,14 +167,9 @@ def shared_images(train: ImageDataset, val: ImageDataset, show: Callable[[Sequen
 
 
 def check_disjoint(
-    train: ImageDataset,
-    val: ImageDataset,
-    show: Callable[[Sequence[int]], Iterable[int]] = iter,
+    train: ImageDataset, val: ImageDataset, show: Callable[[Sequence[int]], Iterable[int]] = iter
 ) -> None:
-    """Require validation images that are not training images, but for a few accidental duplicates.
-
-    ``show`` is as of :func:`shared_images`.
-    """
+    """Require validation images that are not training images, but for a few accidental duplicates."""
     shared = shared_images(train, val, show)
     if shared > REPEATED * len(val):
         raise UsageError(
@@ -253,10 +241,7 @@ NONE: Final = Unreadable(torch.empty(0, dtype=torch.int64), ())
 
 
 def find_unreadable(dataset: ImageDataset, at_most: int, compute: Compute | None = None) -> Unreadable:
-    """Decode each image to find those that cannot be decoded; processes share the work and all get the same result.
-
-    It ends early after more than ``at_most``; arrays need no decoding.
-    """
+    """Find the images that cannot be decoded, until there are more than ``at_most``; all processes find the same."""
     compute = compute or Compute(torch.device("cpu"))
     is_bad = torch.zeros(len(dataset), dtype=torch.int64)
     if not isinstance(dataset.source, ArraySource | TensorSource):

@@ -29,8 +29,7 @@ from psc_core.images.files import read_file, sample_file
 from psc_core.images.preprocess import Preprocess
 from psc_core.text import class_names, composed
 
-# One image (channels, height, width): ``uint8`` pixels, or a ``float32`` input from a loader.
-RawImage = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
+RawImage = npt.NDArray[np.uint8] | npt.NDArray[np.float32]  # one image (channels, height, width)
 
 
 @runtime_checkable  # so that annotations can be checked at run time
@@ -80,10 +79,7 @@ class ArraySource(_IdentifiedByContent):
 
 @dataclass(frozen=True)
 class TensorSource(_IdentifiedByContent):
-    """Images of the network's size in one array (n, channels, height, width): ``float32`` inputs or ``uint8`` pixels.
-
-    They cannot be resized.
-    """
+    """Images of the network's size in one array (n, channels, height, width), ``float32`` inputs or ``uint8`` ones."""
 
     images: npt.NDArray[Any]
 
@@ -132,13 +128,10 @@ class EncodedSource(_IdentifiedByContent):
 
 @dataclass(frozen=True)
 class FileSource:
-    """Encoded image files on disk, identified by their size and their path below ``root``.
-
-    ``names`` holds these paths as ``bytes (n,)``: one array, because ``Path`` objects take ten times as much memory.
-    """
+    """Encoded image files on disk, by size and path below ``root``; ``Path`` objects would take ten times as much."""
 
     root: Path
-    names: npt.NDArray[Any]
+    names: npt.NDArray[Any]  # the paths, bytes (n,)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -202,7 +195,6 @@ class Batch:
     values: Tensor | None = None  # float64 (batch,), the target's values; None for a classification
 
     def first_labels(self) -> Tensor:
-        """Return the first label of each image, ``int64 (batch,)``."""
         return self.labels[torch.searchsorted(self.image_index, torch.arange(len(self.images)))]
 
     def per_example(self, features: Tensor) -> Tensor:
@@ -269,10 +261,7 @@ class ImageDataset:
         return bool((self.labels != firsts).any())
 
     def in_order(self, classes: Sequence[str]) -> ImageDataset:
-        """Return the data set with its labels in the order of ``classes``, or unchanged if the class names differ.
-
-        Classes without images may be missing where the data set cannot name them.
-        """
+        """Return the labels in the order of ``classes``; the data set itself if the class names differ."""
         classes = tuple(map(composed, classes))
         absent = {*classes} - {*self.classes}
         is_whole = len({*classes}) == len(classes) and {*self.classes} <= {*classes}
@@ -289,14 +278,8 @@ class ImageDataset:
         where = torch.full((len(self),), -1, dtype=torch.int64)
         where[positions] = torch.arange(len(positions))
         groups = {name: kept[kept >= 0] for name, group in self.groups.items() for kept in [where[group]]}
-        return replace(
-            self,
-            indices=self.indices[positions],
-            labels=labels,
-            offsets=offsets,
-            groups=groups,
-            values=self._values_of(positions),
-        )
+        indices, values = self.indices[positions], self._values_of(positions)
+        return replace(self, indices=indices, labels=labels, offsets=offsets, groups=groups, values=values)
 
     def _labels_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the labels of the images at ``positions``, in that order, and the number of labels of each image."""
@@ -305,14 +288,10 @@ class ImageDataset:
         return self.labels[shift.add_(torch.arange(len(shift)))], counts
 
     def _values_of(self, positions: Tensor) -> Tensor | None:
-        """Return the target's values at ``positions``; None for a classification."""
         return None if self.values is None else self.values[positions]
 
     def batches(self, batch_images: int, *, order: Tensor | None = None) -> Iterator[Batch]:
-        """Yield the images in batches, decoded by threads one batch ahead of the consumer; the last may be smaller.
-
-        ``order``, ``int64 (n,)``, is a permutation of the positions in this data set.
-        """
+        """Yield the images, by default in ``order``, in batches that threads decode one batch ahead of the consumer."""
         order = torch.arange(len(self)) if order is None else order
         threads = ThreadPoolExecutor(DECODERS, "psc-decode")
         with threads as pool, ThreadPoolExecutor(1, "psc-collate") as collator:
@@ -407,16 +386,11 @@ def held_out(dataset: ImageDataset, split: str, every: int) -> ImageDataset:
 
 
 def drawn(dataset: ImageDataset, count: int, seed: int = 0) -> ImageDataset:
-    """Return at most ``count`` images, drawn at random."""
     return dataset.subset(torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))[:count])
 
 
 def balanced(dataset: ImageDataset, count: int | None, seed: int = 0) -> ImageDataset:
-    """Draw at most ``count`` random images (None: all), equally many of each class, and keep their order.
-
-    An image with several labels counts for the first.  If a class has fewer images than its quota, the other classes
-    get the rest.
-    """
+    """Draw at most ``count`` images (None: all), equally many of each class if it has them, and keep their order."""
     if count is None or count >= len(dataset):
         return dataset
     return dataset.subset(balanced_positions(dataset, count, seed))

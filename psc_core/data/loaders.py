@@ -12,7 +12,7 @@ of :data:`IMAGE_KEYS` and one of :data:`LABEL_KEYS`.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,19 +37,12 @@ from psc_core.images.described import as_preprocess
 from psc_core.images.preprocess import Preprocess, as_batch, check_known, described, mode_of, read_image
 from psc_core.text import class_names, composed
 
-# Number of examples that are read twice to see whether they change; a random flip may spare some of them.
-READ_TWICE: Final = 8
-
-# Tolerance for the mean difference between an input and its file, on the [0, 1] scale; another filter makes 0.01.
-OTHER: Final = 0.02
-
-# Maximum number of files whose headers are read to find their kinds: of a kind that is not rare, ten on average.
-MAX_HEADERS: Final = 2000
-
+READ_TWICE: Final = 8  # examples that are read twice to see whether they change; a random flip may spare some of them
+OTHER: Final = 0.02  # tolerance of the mean difference of input and file, on the [0, 1] scale; other filters make 0.01
+MAX_HEADERS: Final = 2000  # files whose headers are read to find their kinds: of one that is not rare, ten on average
 RARE: Final = 0.005  # share of the files below which a kind of file changes no rate that anybody would notice
 TRIED: Final = 32  # number of files of a kind with alpha among which some are sought whose background shows
 SHOWN_KINDS: Final = 5
-
 _ALPHA: Final = "alpha"
 
 _SAME_IMAGES: Final = (
@@ -78,18 +71,17 @@ def warn_of_random(data: Any, name: str) -> bool:
 
 
 def warn_of_files(data: Any, name: str, preprocess: Preprocess) -> None:
-    """Warn if the files of an ``ImageFolder``, read through ``preprocess``, are not what its transform makes of them.
-
-    A letterbox or a crop before the resize, which no :class:`.Preprocess` has, is otherwise noticed only in service.
-    Each kind of file is compared for itself: a fifth of them with alpha would be a fifth of false alarms.
-    """
+    """Warn if a kind of an ``ImageFolder``'s files, read through ``preprocess``, is not what its transform makes."""
     dataset = dataset_of(data)
     paths = _paths_of(dataset)
     kinds = _kinds_of(paths)
     count, found = sum(map(len, kinds.values())), dict[str, tuple[float, float, str]]()
     for kind, indices in kinds.items():
+        # A loader may put alpha on another background.
+        backgrounds = {*(BACKGROUNDS if _ALPHA in kind else ())} - {preprocess.background}
+        others = [replace(preprocess, background=each) for each in reversed(BACKGROUNDS) if each in backgrounds]
         try:
-            compared = _compare(dataset, paths, indices, _ways(preprocess, kind))
+            compared = _compare(dataset, paths, indices, [preprocess, *others])
         except PSCError as error:
             warn(
                 f"files of {name} that the loader reads would be refused in a service, {len(indices) / count:.1%} of "
@@ -126,10 +118,7 @@ def _paths_of(dataset: Any) -> list[str]:
 
 
 def _kinds_of(paths: Sequence[str]) -> dict[str, list[int]]:
-    """Return the indices of files by what their header says: format, mode, bits, alpha and orientation.
-
-    Of many files a part is read, in no order: every tenth may be of one kind.  Rare kinds are left out.
-    """
+    """Return the indices of files, of many a random part, by what their header says; rare kinds are left out."""
     count = min(len(paths), MAX_HEADERS)
     kinds: dict[str, list[int]] = {}
     for index in sorted(np.random.default_rng(0).choice(len(paths), count, replace=False).tolist()):
@@ -139,28 +128,16 @@ def _kinds_of(paths: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _kind_of(image: Image.Image) -> str:
-    """Describe what the header of a file says of its pixels."""
     turned = image.getexif().get(ExifTags.Base.Orientation, 1) if "exif" in image.info else 1
     wide = any(";16" in str(tile.args) for tile in getattr(image, "tile", ())) and ";16" not in image.mode
     parts = [f"{image.format} {image.mode}", "16 bits" * wide, _ALPHA * image.has_transparency_data]
     return ", ".join(filter(None, [*parts, f"EXIF orientation {turned}" * (turned != 1)]))
 
 
-def _ways(preprocess: Preprocess, kind: str) -> list[Preprocess]:
-    """Return how files of a kind may be read: as the preprocess says, and with alpha on every other background."""
-    others = [each for each in reversed(BACKGROUNDS) if each != preprocess.background] if _ALPHA in kind else []
-    return [preprocess, *(replace(preprocess, background=each) for each in others)]
-
-
 def _compare(
     dataset: Any, paths: Sequence[str], indices: Sequence[int], ways: list[Preprocess]
 ) -> tuple[float, float, str]:
-    """Compare a few files of one kind, read in the first of the ways, with the loader's inputs.
-
-    Returns:
-        The median of the mean differences on the [0, 1] scale, the share of the files that it is of, and what to do
-        about it.  Of files with alpha only those count whose background shows.
-    """
+    """Return the median difference on the [0, 1] scale, the share of files that it is of, and what to do about it."""
     std = torch.tensor(ways[0].std)[:, None, None]
     found: list[list[float]] = []
     tried, refused = 0, None
@@ -197,7 +174,6 @@ def _loader_inputs(example: Any, preprocess: Preprocess) -> Tensor | None:
 
 
 def _spread(dataset: Any, few: int = READ_TWICE) -> list[int]:
-    """Return the indices of a few examples from all over a data set."""
     count = length_of(dataset) or 0
     return sorted({at * count // few for at in range(few)} if count else ())
 
@@ -250,12 +226,10 @@ def dataset_of(data: Any) -> Any:
 
 
 def _is_whole(data: Any) -> bool:
-    """Return whether a loader yields every example of its data set."""
     return not isinstance(data, DataLoader) or length_of(data.sampler) == length_of(data.dataset)
 
 
 def length_of(data: Any) -> int | None:
-    """Return the number of examples, or None if it is unknown."""
     with suppress(TypeError, NotImplementedError):
         return len(data)
     return None
@@ -278,27 +252,18 @@ def _same(one: Any, other: Any) -> bool:
             return True
 
 
-# The mean or the standard deviation of each channel, or one number for all channels.
-Statistic = float | Sequence[float] | Tensor | npt.NDArray[Any]
+Statistic = float | Sequence[float] | Tensor | npt.NDArray[Any]  # of each channel, or of all
 
 
 @dataclass(frozen=True)
 class ObservedPreprocess(Preprocess):
-    """A stand-in for an unknown preprocessing, which takes the range of the inputs for 0 … 255.
-
-    This is enough for pictures and synthetic OOD images, but cannot turn a file into an input.
-    """
+    """A stand-in for an unknown preprocessing, for pictures: the range of the inputs is taken for 0 … 255."""
 
     is_known: ClassVar[bool] = False
 
     @classmethod
     def of_range(cls, shape: tuple[int, int, int], low: Sequence[float], high: Sequence[float]) -> ObservedPreprocess:
-        """Return the stand-in for inputs of ``shape`` from ``low`` to ``high`` in each channel.
-
-        Example:
-            >>> ObservedPreprocess.of_range((1, 4, 4), [-1.0], [1.0]).standardise(torch.tensor([[[[0, 255]]]]).byte())
-            tensor([[[[-1.,  1.]]]])
-        """
+        """Return the stand-in for inputs of ``shape`` from ``low`` to ``high`` in each channel."""
         channels, height, width = shape
         std = tuple(1 / (top - bottom) if top > bottom else 1.0 for bottom, top in zip(low, high, strict=True))
         mean = tuple(-bottom * scale for bottom, scale in zip(low, std, strict=True))
@@ -341,12 +306,7 @@ class LoaderDescription:
         return cls(None if preprocess is None else as_preprocess(preprocess), mean, std, names, number)
 
     def preprocess_of(self, shape: tuple[int, ...], low: Sequence[float], high: Sequence[float]) -> Preprocess:
-        """Return the preprocess for inputs of ``shape`` (channels, height, width) with values from ``low`` to ``high``.
-
-        Example:
-            >>> print(LoaderDescription(mean=0.5, std=0.25).preprocess_of((1, 8, 8), [-2.0], [2.0]))
-            L, resized to 8 × 8 pixels, bilinear; mean 0.5; std 0.25
-        """
+        """Return the preprocess for inputs of ``shape`` (channels, height, width), from ``low`` to ``high``."""
         channels, height, width = shape
         if self.preprocess is not None:
             if self.preprocess.shape != shape:
@@ -360,12 +320,6 @@ class LoaderDescription:
         return Preprocess(mode_of(channels), height, width, None, _each(self.mean, channels), _each(self.std, channels))
 
     def given(self) -> tuple[str, ...]:
-        """Return the names of the arguments by which a caller said something.
-
-        Example:
-            >>> LoaderDescription(mean=0.5, std=0.5, target=Target(name="age")).given()
-            ('mean', 'std', 'target')
-        """
         said = [name for name in ("preprocess", "mean", "std", "classes") if getattr(self, name) is not None]
         target = UNNAMED if self.target is None else self.target
         return (*said, *["target"] * (target.name != UNNAMED.name), *["unit"] * bool(target.unit))
@@ -386,15 +340,10 @@ def temporary_folder() -> str:
 
 
 ELSEWHERE: Final = "set TMPDIR to a folder of a larger disk"  # the remedy for a full disk
-# The keys under which a mapping may hold images; the first key present counts.
-IMAGE_KEYS: Final = ("pixel_values", "image", "images", "img", "x")
-
-# The keys under which a mapping may hold labels; the first key present counts.
-LABEL_KEYS: Final = ("labels", "label", "targets", "target", "y")
-
+IMAGE_KEYS: Final = ("pixel_values", "image", "images", "img", "x")  # of a mapping; the first key present counts
+LABEL_KEYS: Final = ("labels", "label", "targets", "target", "y")  # of a mapping; the first key present counts
 MAX_NUMBERED: Final = 1 << 16  # maximum number of classes without names
-# Number of label tensors that are joined at a time, so that the labels of single examples take little memory.
-JOINED: Final = 1024
+JOINED: Final = 1024  # label tensors that are joined at once, so that the labels of single examples take little memory
 
 
 def open_loader(  # noqa: PLR0913
@@ -462,10 +411,13 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
         warn_of_files(data, name, preprocess)
     source = TensorSource(images)
     if target is not None:
-        return measured(name, target, source, _numbers(labels, name), preprocess)
+        if labels.ndim != 1:
+            raise DataError(f"{name}: expected one number for each image, got labels of shape (n, {labels.shape[1]})")
+        return measured(name, target, source, labels.double(), preprocess)
     labels = _class_indices(labels, name, None if classes is None else len(classes))
-    if classes is not None:
-        labels = _by_names(labels, own, classes)
+    is_named = {*own} <= {*(classes or ())} and 0 <= int(labels.min()) <= int(labels.max()) < len(own)
+    if classes is not None and is_named:  # The data set may name them in another order, or lack some.
+        labels = torch.tensor([classes.index(each) for each in own])[labels]
     last = int(labels.max())
     names = tuple(classes) if classes is not None else own if len(own) == last + 1 else _numbered(last, name)
     return labelled(name, names, source, labels, preprocess)
@@ -474,19 +426,16 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
 def spool(
     data: Any, name: str, preprocess: Preprocess | None, classes: int | None = None
 ) -> tuple[npt.NDArray[Any], Tensor, list[float], list[float]]:
-    """Read all batches into a scratch file, or those up to a label that is none of this many ``classes``.
-
-    Returns:
-        The images (n, channels, height, width), float32 inputs or uint8 pixels; their labels (n,) or (n, labels of an
-        image); the smallest and the largest value of each channel.
-    """
+    """Read all batches into a scratch file; return images, labels, and the least and largest value of each channel."""
     labels: list[Tensor] = []
     first: npt.NDArray[Any] | None = None  # an empty array with the images' shape and dtype
     low, high, span = np.array(np.inf), np.array(-np.inf), list[int]()
     temporary_folder()
     with Scratch().open() as file:
         room = Scratch().room()
-        for number, element in enumerate(elements(data, name)):
+        # Many data sets never raise IndexError.
+        elements = data if hasattr(data, "__iter__") else (data[index] for index in range(len(data)))
+        for number, element in enumerate(elements):
             images, of_images = batch_of(element, f"{name}, batch {number}", preprocess)
             first = images[:0] if first is None else first
             if images.shape[1:] != first.shape[1:] or images.dtype != first.dtype:
@@ -501,7 +450,15 @@ def spool(
                 check_labels(name, span[0], span[1], classes)
             # Of the first batch with that of all, before hours are spent on reading.
             size = file.tell() + images.nbytes * max(1, (length_of(data) or 0) * (number == 0))
-            _check_room(name, size, room, images.dtype)
+            if size > room:
+                smaller = (
+                    "" if images.dtype == np.uint8 else ", or uint8 images with preprocess=…, which take a quarter"
+                )
+                raise UsageError(
+                    f"{name} takes {size / 2**30:.3g} GiB on the disk while a fit runs, of {tempfile.gettempdir()} "
+                    f"{room / 2**30:.3g} GiB may be used; {ELSEWHERE}, give fewer images (torch.utils.data.Subset)"
+                    f"{smaller}"
+                )
             _append(name, file, images)
             low = np.minimum(low, images.min(axis=(0, 2, 3)))
             high = np.maximum(high, images.max(axis=(0, 2, 3)))
@@ -513,15 +470,6 @@ def spool(
         joined = _joined(labels, name)
         kept = mapped(file, (len(joined), *first.shape[1:]), first.dtype)
     return kept, joined, low.tolist(), high.tolist()
-
-
-def _check_room(name: str, size: int, room: int, dtype: npt.DTypeLike) -> None:
-    if size > room:
-        smaller = "" if dtype == np.uint8 else ", or uint8 images with preprocess=…, which take a quarter"
-        raise UsageError(
-            f"{name} takes {size / 2**30:.3g} GiB on the disk while a fit runs, of {tempfile.gettempdir()} "
-            f"{room / 2**30:.3g} GiB may be used; {ELSEWHERE}, give fewer images (torch.utils.data.Subset){smaller}"
-        )
 
 
 def _append(name: str, file: IO[bytes], images: npt.NDArray[Any]) -> None:
@@ -549,13 +497,6 @@ def check_loader(data: Any, name: str) -> None:
         f"expected a DataLoader, a data set of (image, label) or an iterable of batches for {name}, got "
         f"{described(data)}{instead}"
     )
-
-
-def elements(data: Any, name: str) -> Iterator[Any]:
-    """Yield the batches of a loader or the single examples of a data set."""
-    if hasattr(data, "__iter__"):
-        return iter(data)
-    return (data[index] for index in range(len(data)))  # many data sets never raise IndexError
 
 
 def batch_of(element: Any, where: str, preprocess: Preprocess | None) -> tuple[npt.NDArray[Any], Tensor]:
@@ -653,12 +594,6 @@ def _joined(labels: list[Tensor], name: str) -> Tensor:
     return torch.cat(labels)
 
 
-def _numbers(labels: Tensor, name: str) -> Tensor:
-    if labels.ndim != 1:
-        raise DataError(f"{name}: expected one number for each image, got labels of shape (n, {labels.shape[1]})")
-    return labels.double()
-
-
 def _class_indices(labels: Tensor, name: str, classes: int | None) -> Tensor:
     """Check class indices, (n,), or (n, r) if an image may belong to several classes."""
     if labels.is_floating_point() or labels.is_complex():
@@ -708,14 +643,7 @@ def _check_names(own: Sequence[str], classes: Sequence[str], name: str) -> None:
             )
 
 
-def _by_names(labels: Tensor, own: Sequence[str], classes: Sequence[str]) -> Tensor:
-    """Return a data set's labels as indices into ``classes``, which it may name in another order or lack in part."""
-    is_named = {*own} <= {*classes} and 0 <= int(labels.min()) <= int(labels.max()) < len(own)
-    return torch.tensor([classes.index(each) for each in own])[labels] if is_named else labels
-
-
 def _numbered(last: int, name: str) -> tuple[str, ...]:
-    """Return "0" … "last" as class names."""
     if last >= MAX_NUMBERED:
         raise DataError(
             f"{name}: expected class indices, got {last}; number the classes from 0, or name them, classes=[…]"

@@ -63,11 +63,7 @@ SHOWN_CLASSES = 10  # maximum number of class names in an error message
 
 
 def match(images: Sequence[str], outputs: Sequence[str], name: str) -> tuple[tuple[str, ...], str]:
-    """Put the class names of images into the order of the network's outputs, with a note for the user, maybe empty.
-
-    If there are as many names as outputs but none of them matches, they keep their order: one side may use codes for
-    the names of the other.
-    """
+    """Put class names into the order of the network's outputs, with a note; codes for them keep their order."""
     found = _in_order(images, outputs, composed) or _in_order(images, outputs, _plain)
     if found is not None:
         moved = found != tuple(images)
@@ -81,10 +77,7 @@ def match(images: Sequence[str], outputs: Sequence[str], name: str) -> tuple[tup
 
 
 def in_network_order(data: ImageDataset, outputs: Sequence[str] | None) -> tuple[ImageDataset, str]:
-    """Return the images with their labels in the order of the network's outputs, and a note for the user.
-
-    Images without classes, and images for a network without class names, stay unchanged.
-    """
+    """Return the images with their labels in the order of the network's outputs, where both have names, and a note."""
     if not outputs or not data.classes:
         return data, ""
     classes, note = match(data.classes, outputs, data.name)
@@ -92,10 +85,7 @@ def in_network_order(data: ImageDataset, outputs: Sequence[str] | None) -> tuple
 
 
 def check_same(data: ImageDataset, classes: Sequence[str], whose: str) -> None:
-    """Check that a data set has exactly these classes, in this order.
-
-    Messages say ``whose`` classes are expected, such as ``"network's"``.
-    """
+    """Check that a data set has exactly these classes in this order; ``whose`` is such as ``"network's"``."""
     if data.classes != tuple(map(composed, classes)):
         raise _other_classes(data.classes, classes, data.name, whose)
 
@@ -116,7 +106,6 @@ def _other_classes(images: Sequence[str], expected: Sequence[str], name: str, wh
 
 
 def _without(names: Sequence[str], others: Sequence[str], key: Callable[[str], str]) -> list[str]:
-    """Return the names whose key is not a key of ``others``."""
     known = {*map(key, others)}
     return [name for name in names if key(name) not in known]
 
@@ -181,7 +170,6 @@ def open_table(
 
 
 def _chosen(path: Path, name: str | None, others: Sequence[str], file_column: str) -> str:
-    """Return the name of the column to read among those beside the files'; raises :class:`UsageError`."""
     shown = f"the columns {', '.join(others) or 'none'} beside that of the files, {file_column!r}"
     if name is None and len(others) != 1:
         raise UsageError(f"{path} has {shown}; choose one with --target")
@@ -233,7 +221,6 @@ class _Names:
 
 
 def _check_repeated(path: Path, source: FileSource, column: str, entries: Sequence[Any], said: Sequence[Any]) -> None:
-    """Raise :class:`DataError` if two rows say different things of one file."""
     first: dict[str, int] = {}
     for row, value in enumerate(said):
         before = first.setdefault(os.path.normpath(source.names[row]), row)
@@ -266,7 +253,6 @@ def _are_numbers(path: Path, column: str, entries: Sequence[Any], *, by_request:
 
 
 def _number(path: Path, column: str, row: int, entry: Any, marks: str) -> float | None:
-    """Return the number that an entry is; None if it is none."""
     try:
         return parse_number(entry, marks) if isinstance(entry, str) else float(entry) if _is_number(entry) else None
     except DataError as error:
@@ -274,7 +260,6 @@ def _number(path: Path, column: str, row: int, entry: Any, marks: str) -> float 
 
 
 def _checked_numbers(path: Path, column: str, entries: Sequence[Any], marks: str) -> torch.Tensor:
-    """Return the numbers of a column, float64."""
     numbers = list[float]()
     for row, entry in enumerate(entries, 1):
         number = _number(path, column, row, entry, marks)
@@ -293,8 +278,8 @@ def _reading(path: Path, column: str, entries: Sequence[Any], marks: str) -> tup
     text = next((entry for entry in entries if isinstance(entry, str) and {*odd} & {*entry}), None)
     if text is None:
         return ()
-    how = _MARKS[marks]
-    return (f"{path}: numbers of {column!r} are read with {how}: {text!r} is {parse_number(text, marks):.15g}",)
+    number = parse_number(text, marks)
+    return (f"{path}: numbers of {column!r} are read with {_MARKS[marks]}: {text!r} is {number:.15g}",)
 
 
 def _class_names(path: Path, column: str, entries: Sequence[Any], marks: str | None) -> list[str]:
@@ -340,15 +325,13 @@ def _index(entry: Any, number: float | None) -> str | None:
 def _read_table(path: Path) -> tuple[dict[str, list[Any]], str]:
     """Read the columns of a table by name; return them and what separates them, empty for a Parquet table."""
     if path.suffix.lower() == ".parquet":
-        columns, delimiter = _read_parquet(path), ""
-    else:
-        try:
-            with open_csv(path) as opened:
-                rows = [row for _, row in opened.lines]
-        except OSError as error:
-            raise DataError(f"cannot read the table {path}: {error}") from error
-        columns, delimiter = _columns_of(path, rows), opened.delimiter
-    return columns, delimiter
+        return _read_parquet(path), ""
+    try:
+        with open_csv(path) as opened:
+            rows = [row for _, row in opened.lines]
+    except OSError as error:
+        raise DataError(f"cannot read the table {path}: {error}") from error
+    return _columns_of(path, rows), opened.delimiter
 
 
 def _read_parquet(path: Path) -> dict[str, list[Any]]:
@@ -402,10 +385,7 @@ _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Sh
 
 
 def read_idx(path: Path, *, ndim: int | None = None) -> npt.NDArray[np.uint8]:
-    """Read an IDX file of unsigned bytes, plain or compressed (with ``.gz`` after its name).
-
-    The header is two zero bytes, the type code, the number of axes, and the length of each axis as big-endian uint32.
-    """
+    """Read an IDX file, plain or ``.gz``: two zero bytes, type code, axes, and their lengths as big-endian uint32."""
     packed = path.with_name(path.name + ".gz")
     try:
         data = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
@@ -461,10 +441,7 @@ def ambiguous_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageData
 
 
 def dirty_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    """Join MNIST and Ambiguous-MNIST; validation takes 5,000 and 3,000 images, the proportion of the test sets.
-
-    In training an ambiguous image has ten labels; in validation and test it has one, the first.
-    """
+    """Join MNIST and Ambiguous-MNIST, whose training images have ten labels each, and others one."""
     return concatenate("dirty-mnist", [mnist(root, split, preprocess), ambiguous_mnist(root, split, preprocess)])
 
 
@@ -492,7 +469,6 @@ def rotated_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDatase
     )
 
 
-# The function that opens each data set, by the part of a spec before the colon.
 BUILT_IN: Mapping[str, Callable[[Path, str, Preprocess], ImageDataset]] = {
     "mnist": mnist,
     "fashion-mnist": fashion_mnist,
@@ -501,7 +477,6 @@ BUILT_IN: Mapping[str, Callable[[Path, str, Preprocess], ImageDataset]] = {
     "cifar10": cifar10,
     "rotated-mnist": rotated_mnist,
 }
-
 
 SPLITS = ("train", "val", "test")
 
@@ -584,12 +559,7 @@ def _parted(spec: str) -> tuple[str, str]:
 def image_folder(
     root: Path, preprocess: Preprocess, *, labelled_images: bool = True, empty_classes: bool = False
 ) -> ImageDataset:
-    """Open the images below ``root``; each of its folders is a class, in name order.
-
-    Hidden files and folders, such as a notebook's ``.ipynb_checkpoints`` and a Mac's ``._1.jpg``, are skipped.  Without
-    ``labelled_images`` all images form one class.  ``empty_classes`` accepts class folders without images, for test
-    sets that lack a class.
-    """
+    """Open the images below ``root``; each of its folders that are not hidden is a class, in name order."""
     if not root.is_dir():
         raise DataError(f"{root} is not a directory; give a directory of images")
     below = (entry for entry in root.iterdir() if entry.is_dir() and not is_hidden(entry.name))

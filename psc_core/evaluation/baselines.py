@@ -18,8 +18,7 @@ T alone minimises the validation NLL, as is common; the T of PSC has a prior and
 features, because directions with almost no variance may separate OOD images.  Softmax scores are computed from logits
 in float64, where a confident network does not saturate.
 
-Memory: only the features of a seeded random subset of at most :data:`BANK_IMAGES` training images and
-:data:`BANK_BYTES` are kept; everything else is streamed.
+Only the features of a random subset of at most :data:`BANK_IMAGES` training images and :data:`BANK_BYTES` are kept.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ from psc_core.network.output import check_network_output
 
 
 def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
-    """Return the T that minimises the NLL of softmax(f / T), within :data:`TEMPERATURES`.
-
-    The NLL is convex in β = 1/T, with slope Σ (E_p[f] − f_label) and curvature Σ Var_p[f], so this takes Newton steps,
-    with bisection in log β if a step leaves the bracket.
-    """
+    """Return the T in :data:`TEMPERATURES` with the least NLL of softmax(f / T), convex in β = 1/T, by Newton steps."""
     low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
     beta = 1.0
     for _ in range(100):
@@ -88,16 +83,12 @@ GAUSSIAN_ELEMENTS: Final = 1 << 28  # maximum K × P × P (1 GiB in float32); wi
 
 
 class BaselineOutputs(NamedTuple):
-    """The outputs of the baselines for a batch."""
-
     scores: dict[str, Tensor]  # (B,) float64, by detector, in printed order
     probabilities: dict[str, Tensor]  # (B, K) float64, by "original" and "temperature"
 
 
 @dataclass(frozen=True)
 class Baselines:
-    """Fitted detectors around one network."""
-
     backbone: Backbone  # the whole network, returning penultimate features and logits
     preprocess: Preprocess  # of the data used for fitting
     temperature: float  # T
@@ -107,7 +98,6 @@ class Baselines:
 
     @torch.no_grad()
     def score(self, images: Images) -> BaselineOutputs:
-        """Return all scores and probabilities of a batch, on the device of ``images``."""
         features, logits = penultimate_and_logits(self.backbone, self.preprocess.standardise(images))
         tempered = logits / self.temperature
         unit = functional.normalize(features)
@@ -166,11 +156,7 @@ def fit_baselines(
 
 
 def full_density(z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], *, num_classes: int, kind: str) -> Density:
-    """Fit a density with as many components of the features as memory allows.
-
-    Every class has at least two labels; arguments and errors are those of
-    :func:`psc_core.density.fit_density`.
-    """
+    """Fit a density to classes of two labels or more with as many components of the features as memory allows."""
     inputs = functional.normalize(z) if DENSITIES[kind].unit_length else z
     mean = linalg.mean_of_rows(inputs)
     variances = linalg.eigh(linalg.scatter_about(inputs, mean) / (len(inputs) - 1)).values
@@ -198,10 +184,7 @@ def max_softmax_score(logits: Float[Tensor, "batch classes"]) -> Float[Tensor, "
 
 
 def knn_score(unit: Float[Tensor, "batch dim"], bank: Float[Tensor, "images dim"]) -> Float[Tensor, " batch"]:
-    """Return the Euclidean distance to the k-th nearest vector in ``bank``, or to the farthest if there are fewer.
-
-    For unit vectors this is ``√(2 − 2 cos)``; the bank is read in blocks, and the k largest cosines so far are kept.
-    """
+    """Return the distance to the k-th nearest unit vector of ``bank``, ``√(2 − 2 cos)``; the bank is read in blocks."""
     k = min(NEIGHBOURS, len(bank))
     best = unit.new_empty(len(unit), 0)
     for block in torch.split(bank, BANK_CHUNK):

@@ -33,18 +33,7 @@ from psc_core.errors import UsageError
 from psc_core.evaluation.baselines import Baselines, PlainClassifier, fit_baselines
 from psc_core.evaluation.evaluate import PRIMARY, Evaluator, ObservedRate, Report, observed_rate
 from psc_core.heads.base import entropy
-from psc_core.metrics import (
-    Difference,
-    adaptive_ece,
-    augrc,
-    aurc,
-    check_values,
-    coverage_at_risk,
-    ece,
-    label_brier,
-    label_nll,
-    placements,
-)
+from psc_core.metrics import Difference, aurc, coverage_at_risk, ece, label_brier, label_nll, placements
 from psc_core.model import PSC
 from psc_core.network.cut import trial_input
 from psc_core.network.layers import list_layers
@@ -56,8 +45,6 @@ from psc_core.text import aligned
 
 
 class Losses(NamedTuple):
-    """The losses on n labelled examples."""
-
     nll: Float[Tensor, " n"]  # nats
     brier: Float[Tensor, " n"]  # in [0, 2]
     confidence: Float[Tensor, " n"]  # the highest probability
@@ -65,7 +52,6 @@ class Losses(NamedTuple):
 
 
 def losses_of(probabilities: Float[Tensor, "batch classes"], batch: Batch) -> Losses:
-    """Return the losses on the labelled examples of a batch."""
     p, labels = batch.per_example(probabilities), batch.labels
     confidence, predicted = p.double().max(1)
     return Losses(label_nll(p, labels), label_brier(p, labels), confidence, predicted == labels)
@@ -77,13 +63,12 @@ QUALITIES: Final[Mapping[str, tuple[str, Callable[[Losses], float]]]] = {
     "nll": ("NLL", lambda losses: float(losses.nll.mean())),
     "brier": ("Brier", lambda losses: float(losses.brier.mean())),
     "ece": ("ECE", lambda losses: ece(losses.confidence, losses.correct)),
-    "adaptive_ece": ("aECE", lambda losses: adaptive_ece(losses.confidence, losses.correct)),
+    "adaptive_ece": ("aECE", lambda losses: metrics.adaptive_ece(losses.confidence, losses.correct)),
     "aurc": ("AURC", lambda losses: aurc(losses.confidence, losses.correct)),
-    "augrc": ("AUGRC", lambda losses: augrc(losses.confidence, losses.correct)),
+    "augrc": ("AUGRC", lambda losses: metrics.augrc(losses.confidence, losses.correct)),
     "coverage_at_risk_1_percent": ("cov@1%", lambda losses: coverage_at_risk(losses.confidence, losses.correct, 0.01)),
     "coverage_at_risk_5_percent": ("cov@5%", lambda losses: coverage_at_risk(losses.confidence, losses.correct, 0.05)),
 }
-
 
 ENTROPY: Final = f"{PRIMARY}-entropy"  # the name of the score by which the service calls an image ambiguous
 EPISTEMIC: Final = f"{PRIMARY}-epistemic"  # the name of the head's epistemic uncertainty
@@ -149,7 +134,7 @@ def acceptance(
 
 def ood_accepted(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> float:
     """Return the fraction of OOD images under the lowest threshold that accepts :data:`ACCEPTED` of the others."""
-    check_values("ood_accepted", in_scores, out_scores)
+    metrics.check_values("ood_accepted", in_scores, out_scores)
     ordered = in_scores.sort().values
     # The margin forgives the rounding of the product.
     accepted = torch.arange(1, len(ordered) + 1) >= ACCEPTED * len(ordered) - 1e-9
@@ -162,7 +147,6 @@ COMPARED: Final = ("accuracy", "nll", "ece")  # the metrics by which classifiers
 
 
 def compare_scores(ood: str, scores: Mapping[str, Separation]) -> str:
-    """Compare PSC with the other methods on one OOD set."""
     psc = scores[PRIMARY]
     others = [name for name in scores if not name.startswith(PRIMARY)]
     if not others:
@@ -210,7 +194,6 @@ def signed(difference: Difference) -> str:
 
 
 def compare_classifiers(classifiers: Mapping[str, Mapping[str, float]], metric: str) -> str:
-    """Say which classifier is best by one metric."""
     values = {name: quality[metric] for name, quality in classifiers.items()}
     best = max(values.values()) if metric == "accuracy" else min(values.values())
     names = [name for name, value in values.items() if value == best]
@@ -219,18 +202,11 @@ def compare_classifiers(classifiers: Mapping[str, Mapping[str, float]], metric: 
 
 
 def describe_rate(what: str, rate: ObservedRate) -> str:
-    """Describe an observed rate beside the nominal rate."""
     low, high = rate.calibrated_acceptance
     return (
         f"{what}: {rate.count} of {rate.images} ({rate.rate:.2%}), {rate.assessment} ({rate.nominal:.2%}; "
         f"{low}…{high} expected at {rate.level:.0%})."
     )
-
-
-def describe_accepted(accepted: int, wrong: int, images: int) -> str:
-    """Say how many in-distribution images nobody has to look at, and how many of these are wrong."""
-    of_these = f", of which {wrong} are wrong ({wrong / accepted:.2%})" if accepted else ""
-    return f"Accepted: {accepted} of {images} ({accepted / images:.2%}){of_these}."
 
 
 @dataclass(frozen=True)
@@ -242,13 +218,11 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def to_text(self) -> str:
-        """Return the table as text for a terminal."""
         head, *lines = aligned([self.header, *self.rows])
         rule = "─" * max(map(len, (head, *lines)))
         return "\n".join([self.title, head, rule, *lines])
 
     def to_markdown(self) -> str:
-        """Return the table as a Markdown table under a heading."""
         align = ["---", *["---:"] * (len(self.header) - 1)]
         lines = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in (self.header, align, *self.rows)]
         return "\n".join([f"## {self.title}", "", *(f"| {line} |" for line in lines)])
@@ -306,11 +280,13 @@ class ClassificationReport(Report):
         sentences += [describe_acceptance(ood, found, known) for ood, found in self.acceptance.items()]
         if len(self.classification) > 1:
             sentences += [compare_classifiers(self.classification, metric) for metric in COMPARED]
+        accepted, wrong = self.accepted, self.accepted_wrong
+        of_these = f", of which {wrong} are wrong ({wrong / accepted:.2%})" if accepted else ""
         return [
             *sentences,
             describe_rate("False alarms", self.false_alarms),
             describe_rate("Labels outside the prediction set", self.misses),
-            describe_accepted(self.accepted, self.accepted_wrong, self.images),
+            f"Accepted: {accepted} of {self.images} ({accepted / self.images:.2%}){of_these}.",
         ]
 
     def tables(self) -> list[Table]:
@@ -343,7 +319,6 @@ class ClassificationReport(Report):
         return Table(f"{ood}: {self.ood_images[ood]} OOD images", header, rows)
 
     def _acceptance_of(self, ood: str) -> Table:
-        """Return the table of the fraction of one OOD set that a threshold on each score accepts, the lowest first."""
         ranked = sorted(self.acceptance[ood].items(), key=lambda item: item[1].ood_accepted)
         rows = [[name, f"{found.ood_accepted:.4f}", f"{found.aurc:.4f}"] for name, found in ranked]
         return Table(f"{ood}: accepted beside 95 % of {self.id_name}", ["score", "OOD accepted", "AURC"], rows)
@@ -391,24 +366,15 @@ class ScoredImages:
     covered: Bool[Tensor, " m"]  # whether the first label is in the set; empty for data of other classes
     losses: Mapping[str, Losses]  # by classifier; empty for data of other classes
 
-    @classmethod
-    def joined(cls, parts: Sequence[ScoredImages]) -> ScoredImages:
-        """Return the images of all parts, in order."""
-        first = parts[0]
-        return cls(
-            ood={name: torch.cat([part.ood[name] for part in parts]) for name in first.ood},
-            alarm=torch.cat([part.alarm for part in parts]),
-            accepted=torch.cat([part.accepted for part in parts]),
-            entropy={name: torch.cat([part.entropy[name] for part in parts]) for name in first.entropy},
-            set_size=torch.cat([part.set_size for part in parts]),
-            predicted=torch.cat([part.predicted for part in parts]),
-            correct=torch.cat([part.correct for part in parts]),
-            covered=torch.cat([part.covered for part in parts]),
-            losses={
-                name: Losses(*map(torch.cat, zip(*(part.losses[name] for part in parts), strict=True)))
-                for name in first.losses
-            },
-        )
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Return tensors, or what holds tensors, of parts of the images one after the other."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([*parts])
+    if isinstance(first, Mapping):
+        return {name: _joined([part[name] for part in parts]) for name in first}
+    return Losses(*map(_joined, zip(*parts, strict=True)))
 
 
 def _whole_network(model: PSC, weights: Path) -> nn.Module:
@@ -427,23 +393,18 @@ def _whole_network(model: PSC, weights: Path) -> nn.Module:
 
 def ambiguity(entropies: Mapping[str, Tensor], groups: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the AUROC of each classifier's entropy for ambiguous against clean images; none unless there are both."""
-    ambiguous = [positions for name, positions in groups.items() if name.startswith(AMBIGUOUS_PREFIX)]
-    clean = [positions for name, positions in groups.items() if not name.startswith(AMBIGUOUS_PREFIX)]
+    ambiguous = [part for name, part in groups.items() if len(part) and name.startswith(AMBIGUOUS_PREFIX)]
+    clean = [part for name, part in groups.items() if len(part) and not name.startswith(AMBIGUOUS_PREFIX)]
     if not ambiguous or not clean:
         return {}
     inside, outside = torch.cat(clean), torch.cat(ambiguous)
-    if min(len(inside), len(outside)) == 0:
-        return {}
     return {name: metrics.auroc(values[inside], values[outside]) for name, values in entropies.items()}
 
 
 class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClassifier]):
-    """How a classifier is measured."""
-
     has_baselines = True
 
     def open_images(self, model: PSC, spec: str, *, split: str = "test", target: str | None = None) -> ImageDataset:
-        """Open labelled images, with the classes in the model's order."""
         target = target if is_table(spec) else None
         data = open_dataset(spec, split=split, preprocess=model.preprocess, numbers=False, target=target)
         return data.in_order(model.classes)
@@ -500,7 +461,7 @@ class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClas
                     losses={name: losses_of(p.cpu(), batch) for name, p in probabilities.items()} if labelled else {},
                 )
             )
-        return ScoredImages.joined(parts)
+        return ScoredImages(**_joined([vars(part) for part in parts]))
 
     def quality_of(self, scored: ScoredImages, data: ImageDataset) -> dict[str, dict[str, float]]:
         """Return every metric of :data:`QUALITIES` by classifier; none for data of other classes."""

@@ -28,8 +28,6 @@ LEVEL: Final = 0.99  # the confidence level of the intervals around observed rat
 
 @dataclass(frozen=True)
 class ObservedRate:
-    """A nominal rate and the rate observed on test images."""
-
     nominal: float
     count: int  # number of images with the event
     images: int  # number of test images
@@ -52,7 +50,6 @@ class ObservedRate:
 
 
 def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_images: int) -> ObservedRate:
-    """Compare the observed rate of an event with its nominal rate."""
     count, images = int(happened.sum()), len(happened)
     return ObservedRate(
         nominal=nominal,
@@ -88,10 +85,7 @@ class Report(ABC):
 
 @dataclass(frozen=True)
 class PlainNetwork:
-    """A network as it was trained, shown beside the model that was fitted to it.
-
-    It runs in the model's precision, so that the two differ only by the fit.
-    """
+    """A network as it was trained, in the precision of the model, so that the two differ only by the fit."""
 
     net: nn.Module  # on the device, with the outputs from which its task predicts
     preprocess: Preprocess
@@ -161,11 +155,6 @@ class Evaluation(NamedTuple):
     outside: Mapping[str, Any]  # out-of-distribution images, by name
 
 
-def check_images(model: FittedModel, data: ImageDataset) -> None:
-    """Raise :class:`DataError` unless the test images are labelled with what the model predicts."""
-    model.task.check_images(model.classes, data)
-
-
 def seen_warning(model: FittedModel, data: ImageDataset, fitted_on: Mapping[str, ImageDataset]) -> str:
     """Return a warning, or "", if more test images than a few duplicates have fitted or calibrated the model."""
     nouns, provenance = {"train": "training", "val": "validation"}, model.report.get("provenance", {})
@@ -195,7 +184,7 @@ def evaluate(
 ) -> Evaluation:
     """Send every data set through the served path once, and compare."""
     task = model.task.evaluator()
-    check_images(model, id_data)
+    model.task.check_images(model.classes, id_data)
     inside = task.score_images(model, id_data, baselines, batch_images=batch_images)
     outside = {name: task.score_images(model, data, baselines, batch_images=batch_images) for name, data in ood.items()}
     return Evaluation(task.compare(model, id_data, inside, outside), inside, outside)

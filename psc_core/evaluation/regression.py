@@ -96,8 +96,6 @@ def _rate(rate: ObservedRate, *, inverted: bool = False) -> str:
 
 
 class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, PlainNetwork]):
-    """How a regression is measured."""
-
     def open_images(
         self, model: PSCRegressor, spec: str, *, split: str = "test", target: str | None = None
     ) -> ImageDataset:
@@ -128,10 +126,7 @@ class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, PlainNetwork]):
         return replace(numbers_of(model, torch.cat(outputs)), plain=torch.cat(plain) if plain else None)
 
     def quality_of(self, scored: ScoredNumbers, data: ImageDataset) -> dict[str, dict[str, float]]:
-        """Return ``rmse`` and ``crps`` in the target's unit, ``r2``, and ``nll`` in nats; or nothing without numbers.
-
-        The original network gives no deviation, so it has only an RMSE.
-        """
+        """Return RMSE, R², NLL and CRPS; of the original network, which gives no deviation, the RMSE alone."""
         if data.values is None:
             return {}
         plain = {} if scored.plain is None else {"original": {"rmse": metrics.rmse(scored.plain, data.values)}}

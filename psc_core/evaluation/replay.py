@@ -8,8 +8,6 @@ Only logged images can be answered again, and there are two samples of them.
 * All logged images, which include the slice, were mostly stored because of the decision on them.  Their counts hold for
   these images alone, and say nothing about all images.
 
-Where answers are numbers, so are their moves: of the slice the median of all answered images is estimated.
-
 A row counts as often as its image was sent; each distinct image passes through the network once.
 """
 
@@ -34,22 +32,17 @@ from psc_core.tasks.base import FloatArray, Outputs, Task
 from psc_core.text import composed
 
 _COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "sampled", "sample_probability"]
-
 SHOWN_IMAGES: Final = 8  # maximum number of images that are shown for each flip
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A decision and a label, from the log or under the bundle."""
-
     decision: str
     label: str | None  # None for a task without labels
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One row of the log, answered again."""
-
     before: Decided
     after: Decided
     ood_score: float  # under the bundle, in nats
@@ -78,8 +71,6 @@ class Moves:
 
 @dataclass(frozen=True)
 class Replay:
-    """The rows of logged images, answered again under a bundle."""
-
     name: str
     version: str
     days: tuple[str, str]  # first and last, ``YYYY-MM-DD``
@@ -96,15 +87,12 @@ class Replay:
 
     @property
     def sample(self) -> list[Replayed]:
-        """The rows of the random sample."""
         return [row for row in self.rows if row.weight is not None]
 
     def count(self, before: str, after: str) -> int:
-        """Return the number of these rows that changed from one decision to another."""
         return sum((row.before.decision, row.after.decision) == (before, after) for row in self.rows)
 
     def fraction(self, before: str, after: str) -> Fraction:
-        """Return the fraction of all answered images that changed from one decision to another."""
         return self._fraction([(row.before.decision, row.after.decision) == (before, after) for row in self.sample])
 
     def flipped(self) -> Fraction:
@@ -140,10 +128,7 @@ class Replay:
         return found
 
     def flips(self) -> Iterator[tuple[str, str, list[Replayed]]]:
-        """Yield each change of decision among these rows with its most surprising images, each once.
-
-        For images that are now rejected the most typical come first, for images that are now accepted the most unusual.
-        """
+        """Yield each change with its images: now rejected ones most typical first, accepted ones most unusual first."""
         for before in self.decisions:
             for after in self.decisions:
                 found = [row for row in self.rows if (row.before.decision, row.after.decision) == (before, after)]
@@ -199,7 +184,9 @@ def replay(
     source, labels = LoggedImages(log, paths), torch.zeros(len(paths), dtype=torch.int64)
     images = labelled(f"the log {log.where}", model.classes, source, labels, model.preprocess)
     outputs = model.outputs(dataset_outputs(model, images, "replay").packed.numpy())
-    answers, scores, task = _answers(model, outputs), outputs["ood_score"].tolist(), model.task
+    scores, task, decisions = outputs["ood_score"].tolist(), model.task, model.decide(outputs)
+    codes = zip(decisions.decision.tolist(), decisions.labels(model.classes), strict=True)
+    answers = [Decided(task.decision_names()[code], label) for code, label in codes]
     replayed = [Replayed(before, answers[at], scores[at], weight, at) for before, weight, at in rows]
     before, after, position = task.numbers(logged), task.numbers(outputs), [at for *_, at in rows]
     distances = {name: np.abs(after[name][position] - before[name]) for name in after}
@@ -210,11 +197,7 @@ def replay(
 def _logged(
     log: Log, name: str, days: Sequence[str], scores: Sequence[str]
 ) -> tuple[list[tuple[Decided, float | None, int]], list[str], Outputs[FloatArray]]:
-    """Return each row as an answer, a weight and the position of its image, the paths of the images, and the scores.
-
-    Equal answers and weights share one object, because there may be millions of rows.  Scores are NaN where a file has
-    none of this name.
-    """
+    """Return each row as answer, weight and position of its image, all paths, and scores, NaN where a file has none."""
     answers: dict[tuple[str, str | None], Decided] = {}
     weights: dict[float, float] = {}
     at: dict[str, int] = {}
@@ -234,9 +217,3 @@ def _logged(
         columns = [batch[score].to_numpy(zero_copy_only=False) if score in known else absent for score in scores]
         logged.append(np.stack(columns, axis=1)[stored])
     return rows, list(at), Outputs(np.concatenate(logged), scores, ())
-
-
-def _answers(model: FittedModel, outputs: Outputs[FloatArray]) -> list[Decided]:
-    names, decisions = model.task.decision_names(), model.decide(outputs)
-    labels = decisions.labels(model.classes)
-    return [Decided(names[code], label) for code, label in zip(decisions.decision.tolist(), labels, strict=True)]

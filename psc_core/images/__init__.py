@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-# File name suffixes, in lower case, of the files in a folder that count as images.
-SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-
+SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # of files that count as images
 INTERPOLATIONS: Final = ("bilinear", "bicubic")  # the filters for resizing, all antialiased
-# What transparent pixels are blended onto, the first by default; with none, alpha is dropped and colours stay.
-BACKGROUNDS: Final = ("black", "white", "none")
-
+BACKGROUNDS: Final = ("black", "white", "none")  # that alpha is blended onto; with none it is dropped
 # The fields of a :class:`.preprocess.Preprocess`, in order: colour mode, height, width, resize, mean and deviation.
 Fields = tuple[str, int, int, int | None, tuple[float, ...], tuple[float, ...]]
 

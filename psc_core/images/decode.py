@@ -35,39 +35,25 @@ from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, Unsuppo
 from psc_core.images import BACKGROUNDS
 from psc_core.images.files import CONVERT, other_format, unread_kind
 
-# Default maximum of width × height, in pixels: the 24 megapixels of a camera fit.
-DEFAULT_MAX_PIXELS: Final = 25_000_000
-
+DEFAULT_MAX_PIXELS: Final = 25_000_000  # maximum of width × height: the 24 megapixels of a camera fit
 PILLOW_MAX_PIXELS: Final = 178_956_970  # maximum number of pixels that Pillow itself reads
 # Maximum number of scans of a JPEG, because a scan of 80 bytes may cost a pass over all pixels. libjpeg writes 10 (18
 # for CMYK); libtiff sets the same limit for JPEG in TIFF.
 MAX_SCANS: Final = 100
-
-# Maximum number of JPEG segments and bytes between them, PNG chunks or GIF blocks: Pillow reads each in Python.
-_MAX_PIECES: Final = 10_000
-
-# Maximum number of pixels in all scans of a JPEG, in units of ``max_pixels``; small images may have more scans.
-_PASSES: Final = 10
-
-# Maximum number of bytes of EXIF, because Pillow needs two hundred times as much memory to unpack them.
-MAX_EXIF_BYTES: Final = 1 << 20
-
+_MAX_PIECES: Final = 10_000  # JPEG segments and bytes between them, PNG chunks, GIF blocks: Pillow reads each in Python
+_PASSES: Final = 10  # maximum of pixels in all scans of a JPEG, in units of ``max_pixels``; small ones may have more
+MAX_EXIF_BYTES: Final = 1 << 20  # of EXIF, because Pillow needs two hundred times as much memory to unpack it
 _MAX_PROFILES: Final = 16  # maximum number of colour profiles of a PNG, because 1 kB may unpack to 1 MB
 _MAX_TAGS: Final = 4096  # maximum number of tags of a TIFF; libtiff sets the same limit
-# Maximum number of values of a TIFF tag, the size of a transfer function: Pillow makes an object of each value.
-_MAX_VALUES: Final = 3 << 16
-
+_MAX_VALUES: Final = 3 << 16  # of a TIFF tag, the size of a transfer function: Pillow makes an object of each value
 _MAX_OVERLAP: Final = 10  # maximum number of times that the strips of a TIFF may cover its bytes, on average
 # The start of a JPEG segment; in compressed pixels 0xFF is followed by 0 or a restart marker, 0xD0 to 0xD7.
 _MARKER: Final = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")
-
 _SCAN, _END, _APP1 = 0xDA, 0xD9, 0xE1
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-
 # TIFF tags: width and height of the image, width and height of a tile, bytes of each strip and of each tile.
 _SIDES: Final = (256, 257, 322, 323)
 _STRIP_BYTES, _TILE_BYTES = 279, 325
-
 _NUMBERS: Final = {3: "u2", 4: "u4", 16: "u8"}
 _TEXTS: Final = (1, 2, 7)  # the types of TIFF tags that hold bytes; the types in :data:`_NUMBERS` hold integers
 
@@ -87,7 +73,6 @@ def check_file(data: bytes, max_pixels: int) -> io.BytesIO:
 
 
 def check_pixels(width: int, height: int, max_pixels: int, what: str = "the header declares") -> None:
-    """Raise :class:`ImageTooLarge` if the image has more than ``max_pixels``."""
     if width * height > max_pixels:
         raise ImageTooLarge(
             f"expected at most {max_pixels} pixels, {what} {width}×{height} = {width * height}; use a smaller image"
@@ -95,7 +80,6 @@ def check_pixels(width: int, height: int, max_pixels: int, what: str = "the head
 
 
 def check_limit(what: str, maximum: int, got: int) -> None:
-    """Raise :class:`UndecodableImage` if there are more than ``maximum``."""
     if got > maximum:
         raise UndecodableImage(f"expected at most {maximum} {what}, got {got} or more; save the image again")
 
@@ -202,9 +186,7 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 HAS_SIMPLEJPEG: Final = find_spec("simplejpeg") is not None
-
-# simplejpeg's name for the samples of each mode: four bytes per RGB pixel, as Pillow stores it.
-FORMS: Final = {"RGB": "RGBX", "L": "GRAY"}
+FORMS: Final = {"RGB": "RGBX", "L": "GRAY"}  # simplejpeg's names; Pillow stores four bytes per RGB pixel
 
 _TRIALS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("L", {}),
@@ -213,21 +195,6 @@ _TRIALS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
 )
 
 logger = logging.getLogger("psc.images")
-
-
-def decode_plain(image: Image.Image, data: bytes, mode: str) -> npt.NDArray[np.uint8] | None:
-    """Decode an upright, undamaged JPEG to ``uint8 (height, width, 4 for RGB or 1)``; ignore RGB's fourth sample.
-
-    None if Pillow has to decode: another format or mode, a damaged file, no simplejpeg.
-    """
-    if not HAS_SIMPLEJPEG or image.format != "JPEG" or image.mode != mode or not _agrees():
-        return None
-    try:
-        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-            return None
-        return _decode(data, mode)
-    except Exception:  # Pillow decides what is wrong with the file, if anything
-        return None
 
 
 def _decode(data: bytes, mode: str) -> npt.NDArray[np.uint8]:
@@ -277,29 +244,17 @@ def as_base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-# The supported formats; any other raises :class:`UnsupportedImage`.
-IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
-
-# The cost of a pixel of a run-length encoded BMP in pixels of other images, because Pillow decodes it in Python.
-_RUN_LENGTH_COST: Final = 50
-
-# Maximum number of bytes of a run-length encoded BMP per pixel; two suffice, but some commands draw no pixel.
-_RUN_BYTES: Final = 4
-
+IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # others raise :class:`UnsupportedImage`
+_RUN_LENGTH_COST: Final = 50  # of a pixel of a run-length encoded BMP, in other pixels: Pillow decodes it in Python
+_RUN_BYTES: Final = 4  # of such a BMP per pixel; two suffice, but some commands draw no pixel
 _HEADER: Final = 1 << 16
-
 # The first bytes of the formats, to tell a damaged image from a file of another type.
 _SIGNATURES: Final = (b"\xff\xd8\xff", b"\x89PNG", b"BM", b"GIF8", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-
 _BLOCK: Final = 1 << 18  # maximum number of samples converted to float64 at a time
 _SIXTEEN: Final = frozenset({"I;16", "I;16B", "I;16L", "I;16N"})
 _WIDE_MODES: Final = _SIXTEEN | {"I", "F"}
-
-# The formats whose samples Pillow scales to 16 bits where it opens them in the mode ``I``, which has 32.
-_SCALED: Final = frozenset({"PNG", "PPM"})
-
-# How far floating-point samples may lie outside 0 … 1 and be clipped: a sharp filter overshoots by less.
-_OVERSHOOT: Final = 0.25
+_SCALED: Final = frozenset({"PNG", "PPM"})  # whose samples Pillow scales to 16 bits in the mode ``I``, which has 32
+_OVERSHOOT: Final = 0.25  # of floats beyond 0 … 1 that is clipped: a sharp filter overshoots by less
 
 # The tags of a TIFF that say what its samples mean.
 _BITS, _COMPRESSION, _PHOTOMETRIC, _MAX_SAMPLE, _PLANAR, _COLOURS, _FORM, _SMIN, _SMAX, _SUBSAMPLING = (
@@ -309,12 +264,8 @@ _BITS, _COMPRESSION, _PHOTOMETRIC, _MAX_SAMPLE, _PLANAR, _COLOURS, _FORM, _SMIN,
 # Values of the tags PhotometricInterpretation, Compression, PlanarConfiguration and SampleFormat.
 _WHITE_IS_ZERO, _YCBCR, _RAW, _SEPARATE = 0, 6, 1, 2
 _UNSIGNED, _SIGNED, _FLOAT = 1, 2, 3
-
-# The largest samples of cameras with 9 to 15 bits.
-_PARTS_OF_16: Final = frozenset((1 << bits) - 1 for bits in range(9, 16))
-
-# The largest sample of a grey PNG of less than 8 bits, by Pillow's name for its samples.
-_WHITES: Final = {"1": 1, "L;2": 3, "L;4": 15}
+_PARTS_OF_16: Final = frozenset((1 << bits) - 1 for bits in range(9, 16))  # largest samples of cameras
+_WHITES: Final = {"1": 1, "L;2": 3, "L;4": 15}  # of grey PNGs below 8 bits, by Pillow's name for the samples
 
 
 @dataclass(frozen=True)
@@ -326,8 +277,16 @@ class OpenImage:
     cost: int  # the number of pixels; each pixel of a run-length encoded BMP counts as 50
 
     def samples(self, mode: str) -> npt.NDArray[np.uint8] | None:
-        """Return the samples of the decoded image if simplejpeg can decode it, else None; see :func:`decode_plain`."""
-        return decode_plain(self.image, self.data, mode)
+        """Decode an upright JPEG to (height, width, 1, or 4 of RGB, the last to be ignored); None if Pillow has to."""
+        image = self.image
+        if not HAS_SIMPLEJPEG or image.format != "JPEG" or image.mode != mode or not _agrees():
+            return None
+        try:
+            if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+                return None
+            return _decode(self.data, mode)
+        except Exception:  # Pillow decides what is wrong with the file, if anything
+            return None
 
     def decode(self, background: str = BACKGROUNDS[0]) -> Image.Image:
         """Decode the first frame, upright; may be called once.  See :func:`decode_image`."""
@@ -406,7 +365,6 @@ def _scale_transparent(image: Image.Image) -> None:
 
 
 def _grey_or_rgb(image: Image.Image, samples_of: _Samples | None, background: str) -> Image.Image:
-    """Convert a decoded image; see :func:`to_grey_or_rgb`."""
     exif = max(len(image.info.get("exif") or b""), len(image.info.get("Raw profile type exif") or "") // 2)
     check_limit("bytes of EXIF", MAX_EXIF_BYTES, exif)
     _widen_palette(image)
@@ -521,7 +479,6 @@ class _Samples:
         return cls(float(black), float(white), stored, is_usual and form == _FLOAT)
 
     def narrowed(self, samples: npt.NDArray[Any]) -> Image.Image:
-        """Return the image with 8-bit samples."""
         samples = samples.view(self.stored) if self.stored else samples
         lowest, highest = samples.min(initial=0), samples.max(initial=0)
         if not np.isfinite([lowest, highest]).all():
@@ -546,11 +503,7 @@ def _numbers(tags: ImageFileDirectory_v2, tag: int, otherwise: Any) -> tuple[Any
 
 
 def mute_codecs() -> None:
-    """Keep libtiff and Pillow from writing about damaged files to standard error, in the whole process.
-
-    The caller gets :class:`UndecodableImage` instead.  Python would also remember every distinct warning, and a file
-    decides the text of its warning.
-    """
+    """Keep libtiff and Pillow from writing about damaged files to standard error, and Python from storing each text."""
     warnings.filterwarnings("ignore", module=r"PIL\.")
     with contextlib.suppress(AttributeError):  # Pillow may be built without libtiff.
         ctypes.CDLL(Image.core.__file__).TIFFSetErrorHandler(None)  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -31,20 +31,13 @@ from psc_core.images.preprocess import PRESETS, Preprocess
 
 # The parts of a preprocessing that flags can replace: all of it; size and crop; the filter; mean and deviation.
 Aspect = Literal["whole", "size", "interpolation", "statistics"]
-
 # The known image processors of transformers, without the suffix of their names.
 BOTH_SIDES: Final = ("ViT", "DeiT", "Beit", "Blip", "DINOv3ViT", "EfficientNet", "Pvt", "Segformer", "Siglip")
 SHORTER_SIDE: Final = ("Bit", "CLIP", "ConvNext", "Levit", "MobileNetV1", "MobileNetV2", "PoolFormer")
-
-# The processors of network types whose oldest files do not name one.
-_OLDEST: Final = {"beit": "Beit", "convnext": "ConvNext", "deit": "DeiT", "swin": "ViT", "vit": "ViT"}
-
+_OLDEST: Final = {"beit": "Beit", "convnext": "ConvNext", "deit": "DeiT", "swin": "ViT", "vit": "ViT"}  # by type
 _RESAMPLE: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # Pillow's filters by number
 _UNKNOWN_STEPS: Final = ("do_pad", "do_flip_channel_order", "do_color_quantize", "do_align_long_axis", "do_thumbnail")
-
 Geometry = tuple[int, int, int | None]  # (height, width, resize) of a :class:`Preprocess`
-
-
 Described = tuple[Preprocess, dict[Aspect, str]]  # and a sentence for each part of a description that it approximates
 
 
@@ -79,8 +72,6 @@ class _Processor(BaseModel):
 
 
 class _Pretrained(BaseModel):
-    """The fields of timm's ``pretrained_cfg`` that describe how an image becomes an input."""
-
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     input_size: tuple[int, int, int] | None = None
@@ -99,47 +90,36 @@ class _Unlike(Exception):
         self.nearest = nearest
 
 
-class _Network(NamedTuple):
-    """The images that a network takes, according to its configuration."""
-
-    model_type: str
-    channels: int
-    image_size: int | None
-
-
 def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin: str) -> Described:
-    """Read the preprocessing of a transformers image processor.
-
-    ``written`` is the content of ``preprocessor_config.json``, ``origin`` its name, ``config`` the network's
-    configuration.
-    """
+    """Read an image processor of transformers from its file's content and its network's configuration."""
     try:
         processor = _Processor.model_validate(dict(written))
     except ValidationError as error:
         raise NetworkError(f"{origin}: {fault(error.errors()[0], 'field')}; save the image processor again") from error
-    channels, side = config.get("num_channels", 3), config.get("image_size")
-    side = side[0] if isinstance(side, list) and side else side
-    net = _Network(str(config.get("model_type")), _mode_of(channels, origin), side if isinstance(side, int) else None)
+    channels = _check_channels(config.get("num_channels", 3), origin)
     unlike: dict[Aspect, str] = {}
-    model = _model_of(processor, net)
+    model = _model_of(processor, str(config.get("model_type")))
     if reason := _unknown(processor, model):
         unlike["whole"] = f"{origin} {reason}"
     try:
         with _usual("size, crop_size and crop_pct", origin):
-            geometry = _geometry(processor, model, net)
+            geometry = _geometry(processor, model)
     except _Unlike as reason:
-        unlike["size"], geometry = f"{origin} {reason}", reason.nearest or (_side(net), _side(net), None)
+        side = config.get("image_size")
+        side = side[0] if isinstance(side, list) and side else side
+        square = (side if isinstance(side, int) else None) or 224
+        unlike["size"], geometry = f"{origin} {reason}", reason.nearest or (square, square, None)
     try:
         interpolation = _interpolation(processor, model)
     except _Unlike as reason:
         unlike["interpolation"], interpolation = f"{origin} {reason}", "bicubic"
     try:
         with _usual("image_mean, image_std and rescale_factor", origin):
-            mean, std = _statistics(processor, model, net.channels)
+            mean, std = _statistics(processor, model, channels)
     except _Unlike as reason:
         unlike["statistics"] = f"{origin} {reason}"
-        mean, std = ((0.5,) * net.channels,) * 2
-    return _preprocess(net.channels, geometry, mean, std, interpolation, origin), unlike
+        mean, std = ((0.5,) * channels,) * 2
+    return _preprocess(channels, geometry, mean, std, interpolation, origin), unlike
 
 
 def read_timm(written: Mapping[str, Any], origin: str) -> Described:
@@ -163,7 +143,7 @@ def read_timm(written: Mapping[str, Any], origin: str) -> Described:
         unlike["size"] = f"{origin} resizes to {resized[0]} × {resized[1]} and then crops to {height} × {width}"
     if interpolation not in INTERPOLATIONS:
         unlike["interpolation"], interpolation = f"{origin} resizes by the filter {interpolation!r}", "bicubic"
-    channels = _mode_of(channels, origin)
+    channels = _check_channels(channels, origin)
     if len(mean) != channels or len(std) != channels:
         unlike["statistics"] = f"{origin} has {len(mean)} means and {len(std)} deviations for {channels} channels"
         mean, std = ((0.5,) * channels,) * 2
@@ -201,22 +181,16 @@ def _preprocess(
         raise NetworkError(f"{origin}: {error}") from error
 
 
-def _mode_of(channels: object, origin: str) -> int:
+def _check_channels(channels: object, origin: str) -> int:
     if type(channels) is not int or channels not in (1, 3):
         raise NetworkError(f"{origin}: expected a network for images of 1 or 3 channels, got {channels!r:.100}; fix it")
     return channels
 
 
-def _side(net: _Network) -> int:
-    return net.image_size or 224
-
-
-def _model_of(processor: _Processor, net: _Network) -> str:
+def _model_of(processor: _Processor, model_type: str) -> str:
     """Return the class of a processor without suffix: ``"ViT"`` for ``ViTImageProcessorFast``."""
     name = processor.image_processor_type or processor.feature_extractor_type
-    return (
-        re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", name) if name else _OLDEST.get(net.model_type, "")
-    )
+    return re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", name) if name else _OLDEST.get(model_type, "")
 
 
 def _unknown(processor: _Processor, model: str) -> str:
@@ -227,7 +201,7 @@ def _unknown(processor: _Processor, model: str) -> str:
     return f"changes images in ways that PSC does not support: {', '.join(steps)}" if steps else ""
 
 
-def _geometry(processor: _Processor, model: str, net: _Network) -> Geometry:
+def _geometry(processor: _Processor, model: str) -> Geometry:
     if processor.do_resize is False:
         raise _Unlike("does not resize images")
     size = _sides(processor.size, square=model in BOTH_SIDES)
@@ -304,22 +278,15 @@ def _statistics(processor: _Processor, model: str, channels: int) -> tuple[tuple
     return tuple((value + offset) / scale for value in mean), tuple(value / scale for value in std)
 
 
-# The attributes of torchvision's ``ImageClassification``, which lies in a private module.
-_OF_TORCHVISION: Final = ("crop_size", "resize_size", "mean", "std", "interpolation")
-
+_OF_TORCHVISION: Final = ("crop_size", "resize_size", "mean", "std", "interpolation")  # whose class is private
 _REMEDY: Final = 'say what it does to a file, as Preprocess("RGB", 224, 224, 256, mean, std), or take one of PRESETS'
 
 
 def as_preprocess(given: Any) -> Preprocess:
     """Return a preprocessing that is given as one, or as an object of another library.
 
-    Args:
-        given: A :class:`.Preprocess`, the transforms of torchvision's weights, ``pretrained_cfg`` or the data
-            configuration of a timm model, or an image processor of transformers.
-
-    Raises:
-        UsageError: If it is something else, or PSC cannot follow it in every part.
-        NetworkError: If its fields give no valid input.
+    Such are the transforms of torchvision's weights, timm's ``pretrained_cfg`` or data configuration, and an image
+    processor of transformers.
 
     Example:
         >>> print(as_preprocess({"input_size": (1, 64, 64), "crop_pct": 0.5, "mean": (0.5,), "std": (0.2,)}))
@@ -327,22 +294,16 @@ def as_preprocess(given: Any) -> Preprocess:
     """
     if isinstance(given, Preprocess):
         return given
-    found = _read(given)
-    if found is None:
-        raise UsageError(f"expected a Preprocess, got a {type(given).__name__}; {_REMEDY}")
-    return whole(found, _REMEDY)
-
-
-def _read(given: Any) -> Described | None:
-    """Read an object of another library; None if it is of none that is known."""
     origin = f"the {type(given).__name__}"
     if all(hasattr(given, name) for name in _OF_TORCHVISION):
-        return read_torchvision(given, origin)
+        return whole(read_torchvision(given, origin), _REMEDY)
     written = given
     if is_dataclass(given) and not isinstance(given, type):
         written = asdict(given)
     elif hasattr(given, "to_dict"):
         written = given.to_dict()
     if isinstance(written, Mapping) and "image_processor_type" in written:
-        return read_processor(written, {}, origin)
-    return read_timm(written, origin) if isinstance(written, Mapping) and "input_size" in written else None
+        return whole(read_processor(written, {}, origin), _REMEDY)
+    if isinstance(written, Mapping) and "input_size" in written:
+        return whole(read_timm(written, origin), _REMEDY)
+    raise UsageError(f"expected a Preprocess, got a {type(given).__name__}; {_REMEDY}")

@@ -1,7 +1,6 @@
 """Read image files from folders that others may have filled: regular files of a bounded size only.
 
-Below: say what a file is that is not read, another format or an intact file of a kind that Pillow does not decode.  It
-is called once reading has failed, so that such a file is not called damaged and its owner knows what to do.
+Once reading has failed, say what the file is, so that one of another kind is not called damaged.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ if TYPE_CHECKING:
     from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 MAX_FILE_BYTES: Final = 256 << 20  # maximum size of an image file, bytes
-# The folder of a zip file from a Mac that holds a ``._NAME``, which is no image, for each file ``NAME``.
-MAC_ARCHIVE: Final = "__MACOSX"
-
+MAC_ARCHIVE: Final = "__MACOSX"  # the folder of a zip file from a Mac that holds a ``._NAME``, no image, for each file
 _SHOWN_SUFFIXES: Final = 10
-
 SAMPLED_BYTES: Final = 64  # number of bytes that :func:`sample_file` takes at each of two places
 
 
@@ -42,10 +38,7 @@ def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
 
 
 def sample_file(path: str | Path) -> bytes:
-    """Return a few bytes of a file that its copies have too, whatever their names, and other images hardly ever.
-
-    They are its size, and bytes of its middle and of its end: images of one camera begin alike.
-    """
+    """Return a file's size and bytes of its middle and end, which copies share and other images hardly ever."""
     with _opened(path) as (file, size):
         parts = [size.to_bytes(8)]
         for start in (size // 2, max(0, size - SAMPLED_BYTES)):
@@ -56,7 +49,6 @@ def sample_file(path: str | Path) -> bytes:
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file for reading; yields it and its size."""
     # Non-blocking, because opening a pipe blocks until somebody writes to it.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
@@ -71,11 +63,7 @@ def is_hidden(name: str) -> bool:
 
 
 def files_below(root: str | Path) -> Iterator[str]:
-    """Yield the path of each file below a folder: its own files by name, then those of its subfolders.
-
-    Hidden files and folders are skipped.  Links to folders are not followed; folders that cannot be listed count as
-    empty.
-    """
+    """Yield the files below a folder by name, then those of subfolders; hidden ones and linked folders are skipped."""
     waiting = [os.fspath(root)]
     while waiting:
         folders: list[str] = []
@@ -109,7 +97,6 @@ def _by_suffix(paths: Iterable[str]) -> str:
     return listed([f"{count} {suffix}" for suffix, count in counts.most_common()], _SHOWN_SUFFIXES)
 
 
-# What to do with an intact image of a kind that is not read.
 CONVERT: Final = "convert the image to a PNG of 8 or 16 bits"
 
 # The first bytes of other formats.
@@ -155,12 +142,10 @@ _TEXTS: Final = (
 )
 
 _MAX_TEXT: Final = 64
-
 # Tags of a TIFF and values of two; the last are the places and sizes of its strips, and of its tiles.
 _WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC, _CHANNELS, _PLANAR, _FORM = 256, 257, 258, 259, 262, 277, 284, 339
 _YCBCR, _SEPARATE = 6, 2
 _PIECES: Final = ((273, 279), (324, 325))
-
 _FORMS: Final = {1: "unsigned", 2: "signed", 3: "floating-point", 4: "untyped", 5: "complex", 6: "complex"}
 _PHOTOMETRICS: Final = {
     0: "grey, white is zero", 1: "grey", 2: "RGB", 3: "palette", 4: "mask", 5: "CMYK", 6: "YCbCr", 8: "CIELab",
@@ -182,21 +167,14 @@ _PROCESSES: Final = {
 }  # fmt: skip
 
 _MAX_SEGMENTS: Final = 10_000
-
 _FRAMES: Final = frozenset({0xC0, 0xC1, 0xC2, *_PROCESSES})
-
 # Compressions and bits of the BMPs that are read, and the bits that there are.
 _PLAIN_BMP: Final = frozenset({(0, 1), (0, 4), (0, 8), (0, 16), (0, 24), (0, 32), (1, 8), (2, 4)})
 _BMP_BITS: Final = frozenset({0, 1, 2, 4, 8, 16, 24, 32, 64})
 
 
 def other_format(data: bytes) -> str:
-    """Say what a file is that is no image of a supported format, and what to do.
-
-    Example:
-        >>> other_format(b"version https://git-lfs.github.com/spec/v1")
-        'a pointer of Git LFS to the image; run git lfs pull'
-    """
+    """Say what a file is that is no image of a supported format, and what to do."""
     if not data:
         return "no data; use an intact copy"
     text = data[:_MAX_TEXT].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
@@ -210,10 +188,7 @@ def other_format(data: bytes) -> str:
 
 
 def unread_kind(data: bytes, *, is_open: bool = False) -> str | None:
-    """Name the kind of an intact file that Pillow does not read; None if the file is damaged, or of no such kind.
-
-    ``is_open`` says whether Pillow read its header, and failed on its pixels.
-    """
+    """Name the kind of an intact file that Pillow does not read (``is_open``: but its header); None if damaged."""
     with suppress(Exception):  # A damaged header may give any; then the file is damaged.
         if data.startswith(b"\xff\xd8\xff"):
             return _jpeg_kind(data, is_open=is_open)
@@ -274,7 +249,6 @@ def _tiff_kind(data: bytes, *, is_open: bool) -> str | None:
 
 
 def _tiff_tags(data: bytes) -> ImageFileDirectory_v2:
-    """Return the tags of the first image of a TIFF whose limits have been checked."""
     file = io.BytesIO(data)
     from PIL.TiffImagePlugin import ImageFileDirectory_v2  # not at the top: the client has no Pillow
 

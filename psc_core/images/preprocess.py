@@ -28,11 +28,9 @@ from psc_core.images import BACKGROUNDS, INTERPOLATIONS, PRESET_FIELDS
 from psc_core.images.decode import DEFAULT_MAX_PIXELS, OpenImage, open_image, to_grey_or_rgb
 from psc_core.images.files import read_file
 
-# Batches of images of the network's size, before and after standardisation.
 Pixels = UInt8[Tensor, "batch channels height width"]
 Inputs = Float[Tensor, "batch channels height width"]
 Images = Pixels | Inputs
-
 MAX_INPUT_PIXELS: Final = 1 << 22  # maximum size of the network input, height × width in pixels
 MAX_RESIZE: Final = 8192  # maximum length of the shorter side before the crop, in pixels
 _CHANNELS = {"L": 1, "RGB": 3}
@@ -43,15 +41,9 @@ _FILTERS = {name: Image.Resampling[name.upper()] for name in INTERPOLATIONS}
 # at most 1 of 255; for tall images, whose columns Pillow resizes before the rows, by more where a bicubic filter
 # overshoots.
 RESIZERS: Final = ("torch", "pillow")
-
-# Largest relative difference of two means or deviations that may be the same number, once kept as float32.
-_ROUNDING: Final = 1e-6
-
-# What to do where it is unknown how files become inputs.
+_ROUNDING: Final = 1e-6  # relative difference of two means or deviations that may be one number, kept as float32
 MAKE_KNOWN: Final = "give fit the mean and std of your transform, fit(…, mean=…, std=…), or preprocess=…"
-
-# Maximum size of a resized image that PyTorch makes, in crops: unlike Pillow it resizes the whole and then crops.
-_MAX_ENLARGED: Final = 4
+_MAX_ENLARGED: Final = 4  # size in crops of what PyTorch resizes: unlike Pillow it resizes the whole and then crops
 
 
 @dataclass(frozen=True)
@@ -124,7 +116,6 @@ class Preprocess:
         return self.from_file(open_image(data, max_pixels=max_pixels))
 
     def from_file(self, file: OpenImage) -> npt.NDArray[np.uint8]:
-        """Decode and convert an opened image file."""
         if self.resizer == "torch" and self._is_small(file.image.size):
             samples = file.samples(self.mode)
             if samples is not None:
@@ -247,17 +238,13 @@ def _is_close(one: Any, other: Any) -> bool:
 
 
 def mode_of(channels: int) -> str:
-    """Return the colour mode of images with 1 or 3 channels; raise :class:`UsageError` for any other number."""
     mode = next((mode for mode, count in _CHANNELS.items() if count == channels), None)
     if mode is None:
         raise UsageError(f"expected images of 1 channel (grey) or 3 (RGB), got {channels}")
     return mode
 
 
-# The presets by name; flags of the command line override single fields.
 PRESETS: Mapping[str, Preprocess] = {name: Preprocess(*fields) for name, fields in PRESET_FIELDS.items()}
-
-
 # One image: a path, an encoded file, a Pillow image, or ``uint8`` pixels (height, width) or (height, width, 3).
 ImageLike = str | Path | bytes | Image.Image | npt.NDArray[Any]
 
@@ -275,7 +262,6 @@ def as_batch(images: Sequence[ImageLike] | Tensor, preprocess: Preprocess) -> Im
 
 
 def _tensor_batch(images: Tensor, preprocess: Preprocess) -> Images:
-    """Return a tensor as a batch: ``uint8`` unchanged, floats as float32."""
     wanted = f"(n, {', '.join(map(str, preprocess.shape))})"
     if images.shape == preprocess.shape:
         raise UsageError(f"expected a batch {wanted}, got one image {tuple(images.shape)}; add an axis, images[None]")
@@ -293,7 +279,6 @@ def _tensor_batch(images: Tensor, preprocess: Preprocess) -> Images:
 
 
 def check_known(preprocess: Preprocess) -> None:
-    """Raise :class:`UsageError` if the preprocessing from pixels to inputs is unknown."""
     if not preprocess.is_known:
         raise UsageError(
             "this model does not know how pixels become inputs; give float tensors as the loader does, or " + MAKE_KNOWN
@@ -310,8 +295,8 @@ def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8
             raise UsageError(f"cannot read an image: {error}") from error
     if isinstance(image, bytes):
         return preprocess.from_bytes(image)
-    if isinstance(image, np.ndarray) and is_picture(image):
-        image = Image.fromarray(image)
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.size:
+        image = Image.fromarray(image) if image.ndim == 2 or image.shape[2:] == (3,) else image
     if isinstance(image, Image.Image):
         return preprocess.from_image(to_grey_or_rgb(image, preprocess.background))
     remedy = "; make one batch of tensors, torch.stack(images)" if isinstance(image, Tensor) else ""
@@ -323,13 +308,7 @@ def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8
     )
 
 
-def is_picture(pixels: npt.NDArray[Any]) -> bool:
-    """Return whether an array is ``uint8`` (height, width) or (height, width, 3) and not empty."""
-    return pixels.dtype == np.uint8 and pixels.size > 0 and (pixels.ndim == 2 or pixels.shape[2:] == (3,))
-
-
 def described(image: Any) -> str:
-    """Describe an object that was given as an image, for an error message."""
     if isinstance(image, np.ndarray):
         return f"an array of {image.dtype} {image.shape}"
     return "None" if image is None else f"a {type(image).__name__}"

@@ -11,30 +11,17 @@ from threading import Event
 from typing import Any, Final
 
 from psc_core.errors import DataError, UsageError
+from psc_core.log import store
 from psc_core.log.labels import label_files, read_label_file, write_labels
-from psc_core.log.store import (
-    IMAGE_INDEX,
-    IMAGE_PATH,
-    IMAGES,
-    LABELS,
-    REQUEST_ID,
-    SHA256,
-    Log,
-    arrow,
-    days_of,
-    models_in,
-)
+from psc_core.log.store import IMAGE_INDEX, IMAGE_PATH, IMAGES, LABELS, REQUEST_ID, SHA256, Log
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-
 _WRITTEN: Final = re.compile(rf"{LABELS}/written-(\d{{4}}-\d\d-\d\d)-")  # labels from which some were erased
 _PARTIAL_AGE: Final = timedelta(hours=1)  # the age after which an incomplete file will never be completed
 
 
 @dataclass(frozen=True)
 class Erased:
-    """The numbers of traces of an image that were removed from a log."""
-
     files: int = 0  # removed
     labels: int = 0  # removed
     rows: int = 0  # that no longer name the image
@@ -42,8 +29,6 @@ class Erased:
 
 @dataclass(frozen=True)
 class Pruned:
-    """The numbers of files that were removed from a log."""
-
     row_files: int = 0
     images: int = 0
     label_files: int = 0
@@ -51,10 +36,7 @@ class Pruned:
 
 
 def erase(log: Log, sha256: str) -> Erased:
-    """Remove an image: its file, complete or not, its digest and path in every row, and its labels.
-
-    Rows that a service has not written yet are not found.
-    """
+    """Remove an image's file, complete or not, its digest and path in every row that is written, and its labels."""
     sha256 = sha256.lower()
     if _DIGEST.fullmatch(sha256) is None:
         raise UsageError(
@@ -66,7 +48,7 @@ def erase(log: Log, sha256: str) -> Erased:
     files += _delete(log, (name for name, _ in log.names(folder) if name.startswith(f"{folder}/{sha256}")))
     _delete_partial(log, datetime.now(UTC))  # incomplete files of rows and labels may name the image
     keys: set[tuple[str, int]] = set()
-    for model in models_in(log):
+    for model in store.models_in(log):
         for name, _ in log.names(f"model={model}", suffix=".parquet"):
             keys |= _forget(log, name, sha256)
     labels = 0
@@ -86,18 +68,14 @@ def erase(log: Log, sha256: str) -> Erased:
 
 
 def prune(log: Log, days: int, now: datetime | None = None, *, ended: Event | None = None) -> Pruned:
-    """Remove rows of days that ended more than ``days`` days ago, and images and labels written before then.
-
-    Each row that names an image writes the image again, so no remaining row loses its image.  Files that were never
-    completed are removed too.
-    """
+    """Remove rows of days that ended over ``days`` days ago, older images and labels, and incomplete files."""
     ended = ended or Event()
     now = (now or datetime.now(UTC)).astimezone(UTC)
     first = now.date() - timedelta(days)
     begins = datetime.combine(first, time(), UTC)
     row_files = 0
-    for model in models_in(log):
-        for day in days_of(log, model):
+    for model in store.models_in(log):
+        for day in store.days_of(log, model):
             if day < first.isoformat():
                 row_files += _delete(log, (name for name, _ in log.names(f"model={model}/day={day}")), ended)
                 if not ended.is_set():
@@ -134,7 +112,7 @@ def _delete(log: Log, names: Iterable[str], ended: Event | None = None) -> int:
 
 def _forget(log: Log, name: str, sha256: str) -> set[tuple[str, int]]:
     """Clear the digest and path in one file's rows of an image; return the requests and positions of these rows."""
-    pa: Any = arrow()
+    pa: Any = store.arrow()
     try:
         content = pa.BufferReader(log.get(name))
         digests = pa.parquet.read_table(content, columns=[SHA256])[SHA256].to_pylist()

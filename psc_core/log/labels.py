@@ -22,31 +22,15 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from psc_core.errors import DataError
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below, is_hidden, read_file
-from psc_core.log.store import (
-    IMAGE_INDEX,
-    LABELS,
-    REQUEST_ID,
-    SHA256,
-    Log,
-    LoggedModel,
-    arrow,
-    label_schema,
-    labels_path,
-    logged_model,
-    models_in,
-    read_model,
-    read_rows,
-)
+from psc_core.log import store
+from psc_core.log.store import IMAGE_INDEX, LABELS, REQUEST_ID, SHA256, Log, LoggedModel
 from psc_core.text import check_columns, composed, number_marks, open_csv
 
 LabelKind = Literal["label", "none_of_the_classes", "cannot_tell"]
-
 LABEL_KINDS: Final[tuple[LabelKind, ...]] = get_args(LabelKind)  # this label; none of the classes; nobody can tell
-
 LABEL: Final = "label"
 NONE_OF_THE_CLASSES: Final = "none_of_the_classes"
 CANNOT_TELL: Final = "cannot_tell"
-
 Key = tuple[str | None, str | int | None]  # a request and a position, or a model and the digest of an image
 
 
@@ -91,7 +75,6 @@ class Labels:
         }
 
     def of(self, model: str, request_id: str, image_index: int, image_sha256: str | None) -> Label | None:
-        """Return the last label on the image of a row, or None if there is no label."""
         keys = row_keys(model, request_id, image_index, image_sha256)
         return max((self._last[key] for key in keys if key in self._last), key=lambda each: each.time, default=None)
 
@@ -102,31 +85,28 @@ def read_labels(log: Log) -> Labels:
 
 
 def label_files(log: Log) -> list[tuple[str, datetime]]:
-    """Return the names of the files of labels with their times of writing; may raise ``OSError``."""
     return list(log.names(LABELS, suffix=".parquet"))
 
 
 def read_label_file(log: Log, name: str) -> list[Label]:
-    """Return the labels in one file; raises the errors of :func:`read_labels`."""
-    pa = arrow()
+    pa = store.arrow()
     try:
-        table = pa.parquet.read_table(pa.BufferReader(log.get(name)), schema=label_schema())
+        table = pa.parquet.read_table(pa.BufferReader(log.get(name)), schema=store.label_schema())
         return [Label(**row) for row in table.to_pylist()]
     except (pa.ArrowException, TypeError) as error:
         raise DataError(f"{log.where}/{name} is not a file of labels ({error}); remove it") from error
 
 
 def write_labels(log: Log, labels: Iterable[Label], name: str | None = None) -> None:
-    """Write labels to a new file, or replace the file ``name``; may raise ``OSError``."""
-    pa = arrow()
+    pa = store.arrow()
     sink = pa.BufferOutputStream()
-    pa.parquet.write_table(pa.Table.from_pylist([vars(label) for label in labels], schema=label_schema()), sink)
-    log.put(name or labels_path(), sink.getvalue())
+    pa.parquet.write_table(pa.Table.from_pylist([vars(label) for label in labels], schema=store.label_schema()), sink)
+    log.put(name or store.labels_path(), sink.getvalue())
 
 
 def joined(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any]:
     """Yield rows with the columns ``kind``, ``true_label`` and ``label_time``, null without a label."""
-    pa = arrow()
+    pa = store.arrow()
     for batch in rows:
         keys = zip(*(batch[name].to_pylist() for name in (REQUEST_ID, IMAGE_INDEX, SHA256)), strict=True)
         found = [labels.of(model, *key) for key in keys]
@@ -140,14 +120,11 @@ def joined(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any]:
 
 
 MAX_TASKS_BYTES: Final = 1 << 30  # maximum size of a file of answers, in bytes
-
 _MAX_SOURCE: Final = 200
 
 
 @dataclass(frozen=True)
 class HumanAnswer:
-    """A person's answer for one image."""
-
     where: str  # the file and line, or task
     request_id: str | None
     image_index: int | None
@@ -159,13 +136,10 @@ class HumanAnswer:
 
     @property
     def key(self) -> tuple[str, int | None] | str | None:
-        """The row or the digest that the answer names."""
         return self.image_sha256 if self.request_id is None else (self.request_id, self.image_index)
 
 
 class _Row(NamedTuple):
-    """The parts of an image's row that a label needs."""
-
     model: str
     version: str
     sha256: str | None
@@ -184,14 +158,11 @@ def read_answers(path: Path) -> Iterator[HumanAnswer]:
 
 
 def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None) -> list[Label]:
-    """Return the labels for answers on images that have rows in the log.
-
-    An answer on an image given by its digest becomes a label for each model that has the image and can predict it.
-    """
+    """Return the labels for answers; an image by its digest gets one for each model that can predict the answer."""
     given = list(answers)
     rows: dict[Any, dict[str, _Row]] = {each.key: {} for each in given}
-    for name in models_in(log) if model is None else [logged_model(log, model)]:
-        for batch in read_rows(log, name, columns=[REQUEST_ID, IMAGE_INDEX, SHA256, "bundle_version"]):
+    for name in store.models_in(log) if model is None else [store.logged_model(log, model)]:
+        for batch in store.read_rows(log, name, columns=[REQUEST_ID, IMAGE_INDEX, SHA256, "bundle_version"]):
             for request_id, index, digest, version in zip(*(column.to_pylist() for column in batch), strict=True):
                 for key in ((request_id, index), digest):
                     if key in rows:
@@ -210,7 +181,7 @@ def _labels(log: Log, answer: HumanAnswer, rows: Collection[_Row], models: dict[
     errors = []
     for row in rows:
         if row.version not in models:
-            models[row.version] = read_model(log, row.version)
+            models[row.version] = store.read_model(log, row.version)
         try:
             yield _label(answer, row, models[row.version])
         except DataError as error:
@@ -220,7 +191,6 @@ def _labels(log: Log, answer: HumanAnswer, rows: Collection[_Row], models: dict[
 
 
 def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
-    """Return the label for a row; raise :class:`.DataError` if the answer does not fit the row."""
     if None not in (answer.image_sha256, row.sha256) and answer.image_sha256 != row.sha256:
         raise DataError(
             f"the row is of the image {row.sha256}, not of {answer.image_sha256}; correct request_id or image_index"
@@ -286,8 +256,8 @@ def _of_task(where: str, task: Mapping[str, Any]) -> HumanAnswer | None:
     data, annotations = task.get("data"), task["annotations"]
     if not isinstance(data, dict) or not isinstance(annotations, list):
         raise DataError(f"{where}: expected data and a list of annotations; export the labels as JSON")
-    done = [each for each in annotations if isinstance(each, dict) and not each.get("was_cancelled")]
-    done = [each for each in done if each.get("result")]
+    given = [each for each in annotations if isinstance(each, dict) and each.get("result")]
+    done = [each for each in given if not each.get("was_cancelled")]
     if not done:
         return None
     last = max(done, key=lambda each: str(each.get("updated_at") or each.get("created_at") or ""))

@@ -5,8 +5,7 @@ in the order of digests, so that its reviewed part is a random sample too (:mod:
 threshold, by the number of images between; the most unusual images, by OOD score; and diverse images, each the one
 farthest, in standardised scores and probabilities, from all chosen before.  Only the first list is a fair sample.
 
-:class:`UnreviewedImages` finds the newest images that a model abstained on, for a page that shows them.  A label on
-one of them counts for a rate only if its row belongs to the random sample anyway.
+A page shows the newest images that a model abstained on; a label on one counts for a rate only if it was sampled.
 """
 
 from __future__ import annotations
@@ -26,28 +25,12 @@ import numpy.typing as npt
 
 from psc_core.answers import ACCEPT
 from psc_core.errors import DataError
+from psc_core.log import store
 from psc_core.log.labels import Labels, label_files, label_keys, row_keys
-from psc_core.log.store import (
-    IMAGE_INDEX,
-    IMAGE_PATH,
-    REQUEST_ID,
-    SHA256,
-    Log,
-    arrow,
-    days_of,
-    is_stored,
-    label_schema,
-    models_in,
-    read_model,
-    read_rows,
-    rows_of_file,
-    scores_in,
-)
+from psc_core.log.store import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, Log
 
 MAX_CANDIDATES: Final = 100_000  # maximum number of a model's images that are considered, the newest ones
-
 SAMPLE, NEAR, UNUSUAL, DIVERSE = "sampled", "near a threshold", "unusual", "diverse"
-
 FloatMatrix = npt.NDArray[np.float64]
 
 
@@ -68,8 +51,7 @@ class ReviewImage:
 def review(
     log: Log, labels: Labels, *, model: str | None = None, sampled: bool = False, limit: int = 200
 ) -> list[ReviewImage]:
-    """Return the images to review, in order."""
-    names = models_in(log) if model is None else [model]
+    names = store.models_in(log) if model is None else [model]
     groups = chain.from_iterable(_groups(log, labels, name, sampled) for name in names)
     turns = zip_longest(*(_ordered(log, *group, sampled) for group in groups))
     seen: set[str] = set()
@@ -90,11 +72,12 @@ def _groups(
     rows: dict[tuple[str, ...], list[ReviewImage]] = defaultdict(list)
     values: dict[tuple[str, ...], list[FloatMatrix]] = defaultdict(list)
     found = 0
-    for batch in read_rows(log, model, sampled=sampled, days=days_of(log, model)[::-1]):
-        scores = scores_in(batch.schema)
+    for batch in store.read_rows(log, model, sampled=sampled, days=store.days_of(log, model)[::-1]):
+        scores = store.scores_in(batch.schema)
         batch = batch.filter(batch[IMAGE_PATH].is_valid())
         keys = zip(*(batch[name].to_pylist() for name in (REQUEST_ID, IMAGE_INDEX, SHA256)), strict=True)
-        batch = batch.filter(arrow().array([labels.of(model, *key) is None for key in keys], arrow().bool_()))
+        is_open = [labels.of(model, *key) is None for key in keys]
+        batch = batch.filter(store.arrow().array(is_open, store.arrow().bool_()))
         if not batch.num_rows:
             continue
         columns = [batch[name].to_numpy(zero_copy_only=False) for name in scores]
@@ -120,7 +103,7 @@ def _ordered(
     if sampled:
         yield from (ReviewImage(candidates[at].model, candidates[at].row, SAMPLE) for at in slice_)
         return
-    limits = read_model(log, candidates[0].row["bundle_version"]).task.limits
+    limits = store.read_model(log, candidates[0].row["bundle_version"]).task.limits
     lists = {
         SAMPLE: iter(slice_),
         NEAR: iter(np.argsort(_ranks_between(candidates, scores, values, limits), kind="stable").tolist()),
@@ -225,10 +208,7 @@ class Unreviewed:
 
 
 class UnreviewedImages:
-    """Finds these images, and reads each file of labels only once, because a service writes one for each label.
-
-    Memory holds 0.1 KiB for each label, and the rows of one file without their probabilities.  Not thread-safe.
-    """
+    """Finds these images, and reads each file of labels once, since a service writes one for each; not thread-safe."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -236,17 +216,14 @@ class UnreviewedImages:
         self._reviewed: set[int] = set()  # hashes of the keys of reviewed images
 
     def newest(self, *, limit: int, seconds: float) -> list[Unreviewed]:
-        """Return the newest unreviewed images, each once even if its bytes came in several requests.
-
-        After so many seconds no further file is opened; labels that were not read in time are not known.
-        """
+        """Return the newest unreviewed images, each once; after so many ``seconds`` no further file is opened."""
         ends = time.monotonic() + seconds
         self._read_labels(ends)
         found: dict[str, Unreviewed] = {}
         for each in _abstained(self._log, ends):
             row, digest = each.row, each.row[SHA256]
             keys = row_keys(each.model, row[REQUEST_ID], row[IMAGE_INDEX], digest)
-            if self._reviewed.isdisjoint(map(hash, keys)) and is_stored(digest, row[IMAGE_PATH]):
+            if self._reviewed.isdisjoint(map(hash, keys)) and store.is_stored(digest, row[IMAGE_PATH]):
                 found.setdefault(digest, each)
             if len(found) >= limit:
                 break
@@ -267,17 +244,17 @@ class UnreviewedImages:
 
 def _abstained(log: Log, ends: float) -> Iterator[Unreviewed]:
     """Yield logged images that were not accepted, file by file, the files that were written last first."""
-    pa: Any = arrow()
+    pa: Any = store.arrow()
     ds = pa.dataset
     wanted = (ds.field("decision") != ACCEPT) & ds.field(IMAGE_PATH).is_valid() & ds.field(SHA256).is_valid()
     for name, model in _files(log):
         if time.monotonic() > ends:
             return
-        batches = list(rows_of_file(log, name, wanted, without=["probabilities"]))
+        batches = list(store.rows_of_file(log, name, wanted, without=["probabilities"]))
         if not batches:
             continue
         table = pa.Table.from_batches(batches).sort_by([("time", "descending")])
-        scores = scores_in(table.schema)
+        scores = store.scores_in(table.schema)
         for start in range(0, len(table), _CHUNK):
             rows = table.slice(start, _CHUNK).to_pylist()
             yield from (Unreviewed(model, row, {score: row.pop(score) for score in scores}) for row in rows)
@@ -285,7 +262,7 @@ def _abstained(log: Log, ends: float) -> Iterator[Unreviewed]:
 
 def _files(log: Log) -> Iterator[tuple[str, str]]:
     """Yield the files of rows with their models, the files that were written last first."""
-    days = sorted({(day, model) for model in models_in(log) for day in days_of(log, model)}, reverse=True)
+    days = sorted({(day, model) for model in store.models_in(log) for day in store.days_of(log, model)}, reverse=True)
     for day in dict.fromkeys(day for day, _ in days):
         files = [
             (written, name, model)
@@ -297,11 +274,10 @@ def _files(log: Log) -> Iterator[tuple[str, str]]:
 
 
 def _named(log: Log, names: Sequence[str]) -> Iterator[tuple[str | None, str | None, int | None, str | None]]:
-    """Yield the model, request, position and digest of each label in some files."""
-    pa: Any = arrow()
+    pa: Any = store.arrow()
     try:
         paths = [log.path(name) for name in names]
-        files = pa.dataset.dataset(paths, filesystem=log.files, format="parquet", schema=label_schema())
+        files = pa.dataset.dataset(paths, filesystem=log.files, format="parquet", schema=store.label_schema())
         labels = files.to_table(columns=["model", REQUEST_ID, IMAGE_INDEX, SHA256])
     except pa.ArrowException as error:
         raise DataError(f"{log.where} has a file of labels that cannot be read ({error}); remove it") from error

@@ -30,11 +30,9 @@ from psc_core.tasks import task_of_manifest
 from psc_core.tasks.base import Task
 from psc_core.text import composed
 
-# The folders of a log.
 MODELS: Final = "models"
 IMAGES: Final = "images"
 LABELS: Final = "labels"
-
 # The columns of rows and labels that identify an image; only rows have its path.
 REQUEST_ID: Final = "request_id"
 IMAGE_INDEX: Final = "image_index"
@@ -43,12 +41,10 @@ IMAGE_PATH: Final = "image_path"
 
 
 def arrow() -> Any:
-    """Return the module ``pyarrow``; raise :class:`.UsageError` if it is not installed."""
     return needs("the prediction log", "log", "pyarrow.dataset", "pyarrow.parquet", "pyarrow.fs", "pyarrow")
 
 
 def row_schema(scores: Sequence[str]) -> Any:
-    """Return the Arrow schema of rows."""
     pa = arrow()
     return pa.schema(
         [
@@ -72,7 +68,6 @@ def row_schema(scores: Sequence[str]) -> Any:
 
 
 def label_schema() -> Any:
-    """Return the Arrow schema of labels."""
     pa = arrow()
     return pa.schema(
         [
@@ -95,7 +90,6 @@ def scores_in(schema: Any) -> list[str]:
 
 
 def rows_path(model: str, day: str) -> str:
-    """Return the path of a new file of rows for ``day``, ``YYYY-MM-DD`` in UTC."""
     return f"model={model}/day={day}/part-{uuid4().hex}.parquet"
 
 
@@ -104,17 +98,14 @@ def labels_path() -> str:
 
 
 def image_path(sha256: str, extension: str) -> str:
-    """Return the path of a logged image; ``extension`` has no dot."""
     return f"{IMAGES}/{sha256[:2]}/{sha256}.{extension}"
 
 
 def model_path(version: str) -> str:
-    """Return the path of the record that a log keeps of a bundle."""
     return f"{MODELS}/{version}.json"
 
 
 _OPTIONS: Final = ("region", "endpoint_override")
-
 _SECONDS: Final = 3.0  # after which a bucket that accepts no connection or does not answer is given up
 
 
@@ -127,7 +118,6 @@ class Log:
     root: str  # its path in that file system
 
     def path(self, name: str) -> str:
-        """Return the path of a file in :attr:`files`."""
         return f"{self.root}/{name}"
 
     def put(self, name: str, data: Any, *, synced: bool = True) -> None:
@@ -140,17 +130,14 @@ class Log:
             stream.write(data)
 
     def get(self, name: str) -> bytes:
-        """Return a file's content; may raise :class:`FileNotFoundError` or another ``OSError``."""
         with self.files.open_input_stream(self.path(name)) as stream:
             content: bytes = stream.read()
             return content
 
     def delete(self, name: str) -> None:
-        """Remove a file; may raise ``OSError``."""
         self.files.delete_file(self.path(name))
 
     def written(self, name: str) -> datetime | None:
-        """Return the time when a file was written (UTC), or None if it does not exist; may raise ``OSError``."""
         found: datetime | None = self.files.get_file_info(self.path(name)).mtime
         return found
 
@@ -174,14 +161,12 @@ class Log:
                 yield info.path.removeprefix(f"{self.root}/"), info.mtime
 
     def folders(self, folder: str = "") -> list[str]:
-        """Return the names of the folders in a folder, in order; may raise ``OSError``."""
         fs = arrow().fs
         found = self.files.get_file_info(fs.FileSelector(self.path(folder).rstrip("/"), allow_not_found=True))
         return sorted(info.base_name for info in found if info.type == fs.FileType.Directory)
 
     @property
     def is_folder(self) -> bool:
-        """True if the log is a folder of this machine, and not a bucket."""
         return isinstance(self.files, arrow().fs.LocalFileSystem)
 
 
@@ -257,7 +242,6 @@ _BATCH: Final = 16_384
 
 
 def models_in(log: Log) -> list[str]:
-    """Return the names of the models that have rows; may raise ``OSError``."""
     return [name.removeprefix("model=") for name in log.folders() if name.startswith("model=")]
 
 
@@ -343,7 +327,6 @@ _EXTENSIONS: Final = (
 
 INPUT: Final = "dib"  # of inputs that came as pixels: BMP by its other name, which received files never get
 
-# The media type of each extension.
 MEDIA_TYPES: Final = {
     "jpg": "image/jpeg",
     **{name: f"image/{name}" for name in ("png", "bmp", "gif", "webp")},
@@ -366,13 +349,11 @@ def file_of(pixels: npt.NDArray[Any]) -> bytes:
 
 
 def pixels_of(file: bytes) -> npt.NDArray[np.uint8]:
-    """Return the pixels that :func:`file_of` encoded; may raise :class:`.ImageError`."""
     pixels = np.atleast_3d(np.asarray(decode_image(file, max_pixels=PILLOW_MAX_PIXELS)))
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
 _NAME: Final = re.compile(r"[0-9a-f]{64}\.[a-z]{3,4}")
-
 _BLOCK_BYTES: Final = 1 << 20
 
 
@@ -387,7 +368,6 @@ class LoggedImages:
         return len(self.paths)
 
     def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-        """Return the image as the model's network reads it."""
         path = PurePosixPath(self.paths[index])
         where = f"{self.log.where}/{path}"
         try:
@@ -440,14 +420,11 @@ def open_logged_image(log: Log, name: str) -> tuple[Any, int]:
 
 @dataclass(frozen=True)
 class LoggedModel:
-    """A bundle that wrote to a log."""
-
     version: str  # the digest of the bundle
     task: Task  # the task of the model
     classes: tuple[str, ...]  # the class names in the order of ``probabilities``; for a regression the bins
 
     def to_json(self) -> bytes:
-        """Return the JSON document that :func:`read_model` reads."""
         fields = {"version": self.version, "classes": self.classes, **self.task.manifest_fields()}
         return json.dumps(fields, ensure_ascii=False).encode()
 
@@ -457,7 +434,6 @@ class LoggedModel:
 
 
 def read_model(log: Log, version: str) -> LoggedModel:
-    """Return the record of a bundle."""
     name = model_path(version)
     try:
         fields: Any = json.loads(log.get(name))

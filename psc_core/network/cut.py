@@ -1,15 +1,12 @@
 """Cut a network after some of its layers, as a module that a bundle can rebuild.
 
-:func:`truncate` cuts the network, in its traced graph or with hooks.  :func:`cut_graph` traces the forward pass
-symbolically (torch.fx), ends it at the wanted layers and deletes everything else; the result runs and compiles like any
-network.  :class:`HookedNetwork` is for networks that cannot be traced (control flow on data): the network runs
-unchanged, and an exception stops it after the last wanted layer.
+The forward pass is traced symbolically (torch.fx) and ends at the wanted layers; the result runs and compiles like any
+network.  A network that cannot be traced (control flow on data) runs unchanged, with hooks, and an exception stops it.
 
 The output of a wanted layer is copied when its module returns, so that later modules cannot change it in place (as
 ``nn.ReLU(inplace=True)`` after a convolution would).  If a module is called several times, its last call counts.
 
-A bundle stores :meth:`Backbone.spec` and the state dict, but no code and no weights beyond the cut;
-:func:`rebuild_backbone` builds the network again, cuts it at the same place and loads the state.
+A bundle stores :meth:`Backbone.spec` and the state dict, but no code and no weights beyond the cut.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -40,8 +37,7 @@ from psc_core.network.output import check_same
 from psc_core.network.weights import load_weights
 from psc_core.settings import Precision
 
-# Tracing replaces methods of ``nn.Module`` for all threads, so only one trace may run at a time.
-_one_trace = threading.Lock()
+_one_trace = threading.Lock()  # tracing replaces methods of ``nn.Module`` for all threads
 
 
 class _Recorder(fx.Tracer):
@@ -80,10 +76,7 @@ class _Recorder(fx.Tracer):
 
 
 def cut_graph(net: nn.Module, layers: Sequence[str], *, keep_output: bool) -> fx.GraphModule:
-    """Trace ``net`` and keep only the operations for ``layers``, and for the logits if ``keep_output``.
-
-    The forward of the result returns a tuple: one tensor per layer in the order given, then the logits.
-    """
+    """Keep only the operations for ``layers`` and, if ``keep_output``, the logits; forward returns them as a tuple."""
     root = shared_copy(net)
     tracer = _Recorder(set(layers))
     try:
@@ -155,7 +148,6 @@ class HookedNetwork(nn.Module):
             setattr(self.net.get_submodule(parent), attribute, _Dropped(name))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return one tensor per layer, then the logits if ``keep_output``."""
         values: dict[str, Tensor] = {}
 
         def catch(name: str, _module: nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
@@ -192,11 +184,7 @@ def _attach(net: nn.Module, name: str, hook: Callable[..., None]) -> RemovableHa
 
 @torch.inference_mode()
 def plan_stop(net: nn.Module, layers: Sequence[str], trial: Tensor) -> HookPlan:
-    """Plan to stop after the last wanted layer and to drop the modules that are called only after it.
-
-    The whole network runs if the trial input calls that layer more than once, because another input may call it more
-    often.
-    """
+    """Plan to stop after the last wanted layer, if it is called once, and to drop modules that are called later."""
     events: list[str] = []
     entered: list[tuple[int, str]] = []
 
@@ -218,10 +206,8 @@ def plan_stop(net: nn.Module, layers: Sequence[str], trial: Tensor) -> HookPlan:
 
 
 FeatureStep = Callable[[Tensor], list[Tensor]]
-
 # The canonical features (batch, channels, spatial) of each layer, and the logits if they are kept.
 FeaturesAndOutput = tuple[list[Float[Tensor, "batch _ _"]], Float[Tensor, "batch classes"] | None]
-
 _CUT_ERROR = 1e-5  # maximum difference between the traced and the original network, relative to the largest value
 
 
@@ -255,12 +241,10 @@ class Backbone(nn.Module):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers after which the network is cut."""
         return self.cut.layers
 
     @property
     def keep_output(self) -> bool:
-        """True if the backbone also returns the logits."""
         return self.cut.keep_output
 
     @property
@@ -275,13 +259,11 @@ class Backbone(nn.Module):
 
     @property
     def network(self) -> NetworkSpec:
-        """How the whole network is built."""
         if self.cut.network is None:
             raise NetworkError(BUILT_BY_HAND)
         return self.cut.network
 
     def forward(self, x: Inputs) -> FeaturesAndOutput:
-        """Return the features of each layer, and the logits if ``keep_output``."""
         outputs = self.body(x.contiguous(memory_format=self.memory_format))
         kept = outputs[-1] if self.keep_output else None
         if self.cut.layouts is None:
@@ -297,9 +279,7 @@ class Backbone(nn.Module):
         return features, kept
 
     def fused(self, precision: Precision) -> Backbone:
-        """Return a faster copy (:func:`psc_core.network.fuse.fuse`) with the same features up to rounding; not for
-        storing.
-        """
+        """Return a faster copy with the same features up to rounding, not for storing."""
         if self.onnx is not None and precision != "fp32":
             raise NetworkError(f"an ONNX network computes in float32, got precision {precision}; leave it out")
         return Backbone(fuse(self.body, precision=precision), self.cut, images_format(self.body, precision), precision)
@@ -336,11 +316,7 @@ def onnx_backbone(body: OnnxBody, layers: Sequence[str], *, keep_output: bool) -
 
 
 def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, trial: Inputs | None = None) -> Backbone:
-    """Cut ``net`` after ``layers``; the result shares the weights of ``net``.
-
-    With ``trial``, one input, the traced network is checked against the original, and a network that cannot be traced
-    is cut by hooks.
-    """
+    """Cut ``net`` after ``layers``, sharing its weights; a ``trial`` checks the trace, and hooks cut where it fails."""
     if isinstance(net, OnnxNetwork):
         if trial is None:
             raise NetworkError("an ONNX network is cut for images of one size; pass a trial input")
@@ -367,7 +343,9 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, trial:
     if spec_of(net) is None:
         hooks = HookPlan(hooks.stop)  # an export cannot follow a pass that an exception stops
     backbone = cut_network(net, layers, keep_output=keep_output, hooks=hooks)
-    _check_repeatable(backbone, trial)
+    with torch.inference_mode():  # a network that agrees with its trace has no random outputs
+        for first, second in zip(backbone.body(trial), backbone.body(trial), strict=True):
+            check_same(first, second)
     return backbone
 
 
@@ -388,13 +366,6 @@ def _agrees(backbone: Backbone, net: nn.Module, trial: Tensor) -> bool:
             if not torch.allclose(got, expected, rtol=0, atol=_CUT_ERROR * scale):
                 return False
     return True
-
-
-@torch.inference_mode()
-def _check_repeatable(backbone: Backbone, trial: Tensor) -> None:
-    """Reject a network with random outputs; a network that agrees with its trace needs no such check."""
-    for first, second in zip(backbone.body(trial), backbone.body(trial), strict=True):
-        check_same(first, second)
 
 
 def rebuild_backbone(
@@ -419,28 +390,13 @@ def rebuild_backbone(
 
 
 def feature_step(backbone: Backbone, precision: Precision | None = None) -> FeatureStep:
-    """Return a function from images to the features of ``backbone``, without logits.
-
-    With a ``precision`` the network is fused for it, as in serving; without one it runs as it was cut, which is as fast
-    if every layer is wanted.
-    """
+    """Return a function from images to features; with a ``precision`` the network is fused for it, as in serving."""
     running = backbone if precision is None else backbone.fused(precision)
     return lambda images: running(images)[0]
 
 
-_TRANSFORMERS_INPUT: Final = "pixel_values"  # what transformers' networks for images call their input
-
-
 def readable_copy(net: object) -> nn.Module:
-    """Return a copy of ``net`` in evaluation mode and single precision that returns logits and can be hooked.
-
-    ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel`` run the same network faster, but hide its
-    layers; the network inside them is copied.  A classifier of transformers gives its logits alone.
-
-    Example:
-        >>> readable_copy(nn.DataParallel(nn.Linear(2, 3).half())).weight.dtype
-        torch.float32
-    """
+    """Copy a network, or that in a wrapper such as ``DataParallel``, in evaluation mode and float32, with logits."""
     if not isinstance(net, nn.Module):
         raise UsageError(
             f"expected a network, that is an nn.Module, got a {type(net).__name__}; build one and load its weights, as "
@@ -455,11 +411,11 @@ def readable_copy(net: object) -> nn.Module:
     copied = deep_copy(net)
     if any(tensor.dtype in (torch.half, torch.bfloat16, torch.double) for tensor in copied.parameters()):
         copied = copied.float()
-    return Logits(copied) if getattr(copied, "main_input_name", None) == _TRANSFORMERS_INPUT else copied
+    is_of_transformers = getattr(copied, "main_input_name", None) == "pixel_values"
+    return Logits(copied) if is_of_transformers else copied
 
 
 def device_of(net: nn.Module) -> torch.device:
-    """Return the device that the network is on."""
     return next(chain(net.parameters(), net.buffers()), torch.empty(0)).device
 
 

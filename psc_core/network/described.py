@@ -62,11 +62,6 @@ class NetworkSpec:
         """True if building imports code other than torchvision's and timm's."""
         return self.spec.partition(":")[0] not in LIBRARIES
 
-    @property
-    def is_of_transformers(self) -> bool:
-        """True if only its folder builds it."""
-        return self.folder is not None and self.is_factory
-
     def with_arguments(self, num_classes: int | None, model_args: Mapping[str, Any]) -> NetworkSpec:
         """Return the spec with what a caller adds to it; the numbers of classes have to agree where both are known."""
         if num_classes is not None and num_classes < 1:
@@ -149,7 +144,7 @@ def weights_in(folder: Path, names: Sequence[str]) -> tuple[Path, ...]:
     raise NetworkError(f"{folder} has no weights, expected one of {', '.join(names)}; save the network again")
 
 
-TIMM_CONFIG: Final = "config.json"
+CONFIG: Final = "config.json"
 TIMM_WEIGHT_FILES: Final = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 
 
@@ -159,8 +154,7 @@ def is_of_timm(config: Mapping[str, Any]) -> bool:
 
 
 def describe_timm(folder: Path) -> NetworkSpec:
-    """Read the description of a timm network in a folder, from its JSON files only."""
-    file = folder / TIMM_CONFIG
+    file = folder / CONFIG
     config = read_json(file)
     if not is_of_timm(config) or not isinstance(config["architecture"], str):
         raise NetworkError(f"{file} names no architecture of timm; is it a folder for hf:{folder}?")
@@ -229,7 +223,6 @@ def _names(written: Any, outputs: int, file: Path) -> tuple[str, ...] | None:
     return tuple(map(composed, written))
 
 
-CONFIG: Final = "config.json"
 PROCESSOR: Final = "preprocessor_config.json"
 ADAPTER: Final = "adapter_config.json"
 WEIGHT_FILES: Final = (
@@ -237,9 +230,7 @@ WEIGHT_FILES: Final = (
 )  # fmt: skip
 
 _OUTPUTS: Final = 2  # the default number of outputs, which transformers does not write down
-# The settings that choose the code of an operation, possibly code from the hub.
-_KERNELS: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?")
-
+_KERNELS: Final = re.compile(r"_?(attn|experts)_implementation(_internal)?")  # settings that choose code
 _PYTORCH_KERNELS: Final = ("eager", "sdpa")  # the values of these settings that need nothing but PyTorch
 _NO_NAME: Final = re.compile(r"LABEL_\d+")  # the names that transformers gives to classes without names
 
@@ -265,7 +256,6 @@ def classes_of(net: object) -> tuple[str, ...] | None:
 
 
 def describe_hugging_face(folder: Path) -> NetworkSpec:
-    """Read the description of a network in a folder of transformers or timm, from its JSON files only."""
     if (folder / ADAPTER).exists():
         raise NetworkError(
             f"{folder} holds an adapter ({ADAPTER}); merge it into its network with merge_and_unload() and save that"
@@ -285,10 +275,11 @@ def describe_hugging_face(folder: Path) -> NetworkSpec:
     if not isinstance(config.get("model_type"), str):
         raise NetworkError(f"{file} has no model_type, so transformers did not write it; check the folder")
     outputs, classes = _labels(config, file)
-    return NetworkSpec(
-        f"hf:{folder}", outputs, {}, folder, file, classes, *_processing(folder, config),
-        weights_in(folder, WEIGHT_FILES),
-    )  # fmt: skip
+    found: Described = PRESETS["imagenet"], {"whole": f"{folder} has no {PROCESSOR}"}
+    if (processor := folder / PROCESSOR).exists():
+        found = read_processor(read_json(processor), config, str(processor))
+    weights = weights_in(folder, WEIGHT_FILES)
+    return NetworkSpec(f"hf:{folder}", outputs, {}, folder, file, classes, *found, weights)
 
 
 def _check_kernels(config: Mapping[str, Any], file: Path) -> None:
@@ -322,13 +313,6 @@ def _labels(config: Mapping[str, Any], file: Path) -> tuple[int, tuple[str, ...]
         raise NetworkError(f"expected id2label of {file} to hold names; fix it")
     named = len(names) > 1 and not all(map(_NO_NAME.fullmatch, names))
     return len(names), tuple(map(composed, names)) if named else None
-
-
-def _processing(folder: Path, config: Mapping[str, Any]) -> Described:
-    file = folder / PROCESSOR
-    if not file.exists():
-        return PRESETS["imagenet"], {"whole": f"{folder} has no {PROCESSOR}"}
-    return read_processor(read_json(file), config, str(file))
 
 
 def load(folder: Path) -> Logits:
@@ -380,15 +364,7 @@ def _quiet() -> Iterator[None]:
 
 
 def describe(spec: str, *, allow_download: bool = False) -> NetworkSpec:
-    """Read a network's description of itself, which is quick and needs no data.
-
-    Args:
-        spec: A spec for :func:`psc_core.load_network`.
-        allow_download: Whether to download from the hub what its cache lacks.
-
-    Raises:
-        NetworkError: If the folder is missing, or a file in it is missing or malformed.
-    """
+    """Read what a network's files say of it, which is quick and needs no data."""
     for prefix, describer in DESCRIBERS.items():
         if spec.startswith(prefix):
             found = describer(spec.removeprefix(prefix), allow_download)
@@ -397,12 +373,7 @@ def describe(spec: str, *, allow_download: bool = False) -> NetworkSpec:
 
 
 def is_described(spec: str) -> bool:
-    """Return whether networks of this spec describe themselves."""
     return spec.startswith(tuple(DESCRIBERS))
-
-
-def _in_folder(describe_folder: Callable[[Path], NetworkSpec]) -> Callable[[str, bool], NetworkSpec]:
-    return lambda name, allow_download: describe_folder(folder_of(name, allow_download=allow_download))
 
 
 def _describe_file(path: Path) -> NetworkSpec:
@@ -413,8 +384,8 @@ def _describe_file(path: Path) -> NetworkSpec:
 
 # The function that describes each family, by the prefix of the spec; it takes the rest and allow_download.
 DESCRIBERS: Final[Mapping[str, Callable[[str, bool], NetworkSpec]]] = {
-    "hf:": _in_folder(describe_hugging_face),
-    "timm:local-dir:": _in_folder(describe_timm),
-    "timm:hf-hub:": _in_folder(describe_timm),
+    "hf:": lambda name, download: describe_hugging_face(folder_of(name, allow_download=download)),
+    "timm:local-dir:": lambda name, download: describe_timm(folder_of(name, allow_download=download)),
+    "timm:hf-hub:": lambda name, download: describe_timm(folder_of(name, allow_download=download)),
     "onnx:": lambda name, _: _describe_file(Path(name).expanduser()),
 }

@@ -1,7 +1,7 @@
 """Export a truncated PyTorch network to ONNX, whose runtime is faster on a CPU and needs no code of the network.
 
 While serving, a separate process exports the network, because exporting changes PyTorch's state for all threads.  It
-builds the network as a bundle's: ``python -m psc_core.network.onnx.export FOLDER`` reads :data:`SPEC` and
+builds the network as a bundle's: ``python -m psc_core.network.export FOLDER`` reads :data:`SPEC` and
 :data:`WEIGHTS_FILE` from a folder and writes :data:`MODEL` into it.  A network that no name can build is exported in
 this process.
 
@@ -41,10 +41,7 @@ MODEL: Final = "model.onnx"
 
 
 def to_onnx(backbone: Backbone, size: Size) -> Backbone:
-    """Return a truncated network that runs in ONNX Runtime, exported once and then read from the cache.
-
-    It is traced and in float32, and does not change; the exported network takes any number of images of this size.
-    """
+    """Return a traced float32 network as one that ONNX Runtime runs, exported once, for any number of images."""
     spec = json.dumps({**backbone.spec(), "size": size}, sort_keys=True).encode()
     weights = save({key: value.contiguous() for key, value in backbone.state_dict().items()})
     kept = cache_file("onnx", spec, weights)
@@ -56,7 +53,6 @@ def to_onnx(backbone: Backbone, size: Size) -> Backbone:
 
 
 def export_apart(spec: bytes, weights: bytes, layers: str) -> bytes:
-    """Export a network in a separate process and return the ONNX model."""
     try:
         with TemporaryDirectory(prefix="psc-onnx-") as name:
             folder = Path(name)
@@ -143,16 +139,10 @@ def _without_stop(backbone: Backbone) -> Backbone:
 
 
 def _exported(backbone: Backbone, size: Sequence[int]) -> bytes:
-    images = torch.zeros(2, *size)
-    any_number = ({0: torch.export.Dim.DYNAMIC},)
+    whole, images, any_number = _SideBySide(backbone), (torch.zeros(2, *size),), ({0: torch.export.Dim.DYNAMIC},)
     with torch.no_grad():
         program = torch.onnx.export(
-            _SideBySide(backbone),
-            (images,),
-            dynamo=True,
-            input_names=[INPUT_NAME],
-            dynamic_shapes=any_number,
-            verbose=False,
+            whole, images, dynamo=True, input_names=[INPUT_NAME], dynamic_shapes=any_number, verbose=False
         )
     if program is None:
         raise NetworkError("PyTorch gave no ONNX program")

@@ -26,7 +26,6 @@ from psc_core.errors import NetworkError
 from psc_core.settings import Precision
 
 _RESHAPES: Final = {"view": "reshape", "view_as": "reshape_as"}
-
 # Operations that give a view of contiguous maps and a copy of channels-last ones.
 _MAY_COPY: Final = frozenset({*_RESHAPES, *_RESHAPES.values(), "flatten", "Flatten", "ravel", "contiguous"})
 
@@ -57,10 +56,7 @@ def deep_copy(net: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
 
 
 def _results(net: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors among the modules' attributes that a pass with gradients left there, which no copy accepts.
-
-    Old-style spectral and weight normalisation and pruning keep the weight so, and other modules their activations.
-    """
+    """Yield tensors that a pass with gradients left in attributes, such as weights of old-style normalisation."""
     waiting: list[Any] = [vars(module) for module in net.modules()]
     seen: set[int] = set()
     while waiting:
@@ -73,7 +69,6 @@ def _results(net: nn.Module) -> Iterator[Tensor]:
 
 
 def _uncopied(net: nn.Module) -> str:
-    """Return the names of the attributes that cannot be copied, and their types."""
     found = []
     for name, module in net.named_modules():
         own = {"_modules"} | ({*vars(module)} & {*vars(nn.Module())} - {"_buffers", "_parameters"})
@@ -133,11 +128,7 @@ def _name(node: fx.Node) -> str:
 
 
 def fuse(body: nn.Module, *, precision: Precision) -> nn.Module:
-    """Return a copy of ``body`` with fewer and faster operations, for the device of its weights.
-
-    Only a traced network in evaluation mode can be rewritten; any other is returned unchanged.  ``precision`` is
-    ``"fp32"``, or ``"bf16"`` to run under bfloat16 autocast.
-    """
+    """Return a copy of a traced ``body`` with fewer, faster operations for its device; any other body as it is."""
     if not isinstance(body, fx.GraphModule):
         return body
     twin = cast(fx.GraphModule, shared_copy(body))
@@ -152,10 +143,7 @@ def fuse(body: nn.Module, *, precision: Precision) -> nn.Module:
 
 
 def images_format(body: nn.Module, precision: Precision) -> torch.memory_format:
-    """Return the memory format that images need for the network that :func:`fuse` makes of ``body``.
-
-    oneDNN's kernels and CUDA's tensor cores read channels-last; float32 on CUDA does not use tensor cores.
-    """
+    """Return the memory format for images: channels-last for oneDNN, and for tensor cores, which float32 lacks."""
     if not isinstance(body, fx.GraphModule) or reads_strides(body):
         return torch.contiguous_format
     on_cpu = all(parameter.device.type == "cpu" for parameter in body.parameters())
@@ -198,11 +186,7 @@ def _called_once(net: fx.GraphModule) -> list[fx.Node]:
 
 
 def _convolutions(net: fx.GraphModule) -> Iterator[tuple[fx.Node, nn.Conv2d]]:
-    """Yield the calls of plain 2-D convolutions with float32 weights and numeric zero padding, and the convolutions.
-
-    Convolutions with hooks are skipped: old-style spectral and weight normalisation and pruning compute the weight in a
-    hook on every call, and before the first call it is arbitrary.
-    """
+    """Yield the calls of plain float32 2-D convolutions; those with hooks may compute the weight, and are skipped."""
     for node in _called_once(net):
         module = net.get_submodule(str(node.target))
         if type(module) is not nn.Conv2d or _hooked(module) or len(node.args) != 1 or node.kwargs:
@@ -214,13 +198,10 @@ def _convolutions(net: fx.GraphModule) -> Iterator[tuple[fx.Node, nn.Conv2d]]:
 
 def _hooked(module: nn.Module) -> bool:
     # A module does not say whether it has hooks, but the handle of an added hook refers to all of them.
-    handles = [module.register_forward_hook(_no_hook), module.register_forward_pre_hook(_no_hook)]
+    handles = [module.register_forward_hook(lambda *_: None), module.register_forward_pre_hook(lambda *_: None)]
     for handle in handles:
         handle.remove()
     return any(handle.hooks_dict_ref() for handle in handles)
-
-
-def _no_hook(*_: Any) -> None: ...
 
 
 def _replace_weights(net: fx.GraphModule, node: fx.Node, weight: Tensor, bias: Tensor | None) -> None:

@@ -40,10 +40,8 @@ from psc_core.errors import NetworkError, UsageError
 from psc_core.settings import Granularity
 
 Form = Literal["map", "map_last", "tokens", "vector"]
-
 CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
 INPUT_SUFFIX: Final = ":input"  # suffix after a module's name that means the module's input instead of its output
 
 
@@ -53,7 +51,6 @@ def value_of(output: Any) -> Any:
 
 
 def canonical(features: Float[Tensor, "batch ..."], form: Form) -> Float[Tensor, "batch channels spatial"]:
-    """Reshape a layer's output of the given form to (batch, channels, spatial)."""
     if form == "map":
         return features.flatten(2)
     return features.unsqueeze(2) if form == "vector" else features.flatten(1, -2).transpose(1, 2)
@@ -154,8 +151,6 @@ class LayeredNetwork(nn.Module):
 
 
 class _Run(NamedTuple):
-    """The observations of one forward pass."""
-
     shapes: dict[str, tuple[int, ...]]  # output shapes by module name, in the order of the modules' last calls
     vectors: dict[str, Tensor]  # flattened outputs with as many entries as some linear layer has inputs
     reads: tuple[str, Tensor] | None  # name and input of the last linear layer whose output is shaped as the logits
@@ -165,10 +160,7 @@ class _Run(NamedTuple):
 def list_layers(
     net: nn.Module, trial: Float[Tensor, "1 channels height width"], *, granularity: str = "operations"
 ) -> list[LayerInfo]:
-    """Return the layers of ``net`` in execution order, found by a forward pass of ``trial``.
-
-    A module that is called several times is listed once, at its last call.  Puts ``net`` in evaluation mode.
-    """
+    """Return the layers of ``net``, each at its last call, found by a forward pass of ``trial`` in evaluation mode."""
     if granularity not in get_args(Granularity):
         raise UsageError(f"expected a granularity of {', '.join(get_args(Granularity))}, got {granularity!r}")
     if isinstance(net, LayeredNetwork):
@@ -275,7 +267,6 @@ def _carries_all(net: nn.Module, name: str, trial: Tensor) -> bool:
 
 
 def _names(net: nn.Module, granularity: str) -> set[str]:
-    """Return the names of the modules of this granularity."""
     modules = {name: module for name, module in net.named_modules() if name}
     if granularity == "all":
         return set(modules)
@@ -288,11 +279,7 @@ def _names(net: nn.Module, granularity: str) -> set[str]:
 
 
 def _blocks(net: nn.Module) -> set[str]:
-    """Return the innermost members of containers whose members are mostly modules of several operations.
-
-    Innermost, because a stage is a container of blocks and a list of stages is a container too.  A convolution with its
-    normalisation is not a block, although libraries make it a module.
-    """
+    """Return the innermost members (no stages) of containers whose members are mostly modules of several operations."""
     members = set()
     containers = (nn.Sequential, nn.ModuleList)
     for name, container in net.named_modules():

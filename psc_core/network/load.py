@@ -1,10 +1,7 @@
 """Load a network by its *spec*, with the weights of a checkpoint; nothing is ever downloaded.
 
-* ``torchvision:NAME``: a classification network of torchvision;
-* ``timm:NAME``: a network of timm (``pip install 'psc[timm]'``);
-* ``onnx:FILE``: an ONNX file, run by ONNX Runtime (``pip install 'psc[onnx]'``);
-* ``hf:DIR``, ``timm:local-dir:DIR``: a folder of transformers (``pip install 'psc[hf]'``) or of timm, with its weights;
-  with ORG/NAME instead of DIR, the model in the Hugging Face cache (:mod:`psc_core.network.described`);
+* ``torchvision:NAME``, ``timm:NAME``: a classification network of the library;
+* ``onnx:FILE``, ``hf:DIR``, ``timm:local-dir:DIR``: a network with its weights (:mod:`psc_core.network.described`);
 * ``package.module:factory``: a function ``factory(num_classes=…, **model_args) -> nn.Module``.  Importing it runs its
   code: whoever writes the spec permits that, but a factory that a bundle names must be on an allow-list
   (:func:`psc_core.network.cut.rebuild_backbone`).
@@ -20,7 +17,6 @@ folder (``$XDG_CACHE_HOME/psc``, else ``~/.cache/psc``), which may be deleted at
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import importlib.metadata
@@ -89,7 +85,6 @@ def _small_stem(net: nn.Module, name: str, num_classes: int) -> None:
 
 
 def _set_in_channels(net: nn.Module, in_channels: int) -> None:
-    """Replace the first convolution by one with ``in_channels`` input channels."""
     convolutions = [(name, module) for name, module in net.named_modules() if isinstance(module, nn.Conv2d)]
     if not convolutions:
         raise NetworkError("in_channels needs a network with a convolution; drop the argument")
@@ -151,15 +146,11 @@ BUILDERS: Mapping[str, Callable[[str, int, Mapping[str, Any]], nn.Module]] = {
     "timm": from_timm,
 }
 
-
 logger = logging.getLogger("psc.cache")
 
 
 def need_no_folder() -> None:
-    """Let PyTorch be imported where no folder may be written to, as in a container with a read-only file system.
-
-    The import of ``torch.compile``, which torchvision asks for, makes a folder for what it would compile.
-    """
+    """Keep the import of ``torch.compile``, by torchvision, from making a folder where none can be made."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
@@ -175,15 +166,11 @@ def cache_file(suffix: str, *given: bytes) -> Path:
 
 
 def version_of(module: str) -> str:
-    """Return the version of an installed module; empty if it cannot be imported or does not tell.
-
-    Most distributions bear the name of their module, and asking them does not import it, which takes seconds.  Others
-    bring it under another name, as onnxruntime-gpu, onnxruntime-openvino and onnxruntime-directml do.
-    """
+    """Return the version of a module; empty if it cannot be imported or does not tell."""
     try:
-        return importlib.metadata.version(module)
+        return importlib.metadata.version(module)  # without importing it, which takes seconds
     except importlib.metadata.PackageNotFoundError:
-        pass
+        pass  # another distribution brings it, as onnxruntime-gpu does
     try:
         return str(importlib.import_module(module).__version__)
     except Exception:  # An installation may be broken in any way; whoever needs the module reports it.
@@ -191,10 +178,7 @@ def version_of(module: str) -> str:
 
 
 def read_checked(file: Path) -> bytes | None:
-    """Return the bytes that :func:`write_checked` wrote, or None if the file is missing or has changed.
-
-    The digest in the file detects damage, not forgery, so a file that another user could have written is not read.
-    """
+    """Return what :func:`write_checked` wrote, or None; the digest detects damage, not what others have written."""
     try:
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)) as kept:
             status = os.fstat(kept.fileno())
@@ -215,7 +199,7 @@ def is_private(status: os.stat_result) -> bool:
 
 def write_checked(file: Path, content: bytes) -> None:
     """Write bytes after their digest, atomically; do nothing if the cache folder is not writable."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=file.parent, delete=False) as part:
             try:
@@ -227,15 +211,9 @@ def write_checked(file: Path, content: bytes) -> None:
 
 
 ONNX: Final = "onnx:"  # prefix of the spec of a network in an ONNX file
-# Name of the attribute of a loaded network that holds its :class:`NetworkSpec`, from which a bundle rebuilds it.
-SPEC: Final = "psc_spec"
-
-# Name of the attribute of a loaded network that says how its weights were found in their file.
-NOTES: Final = "psc_weights_notes"
-
-# The reason why a network has no spec, for messages.
+SPEC: Final = "psc_spec"  # attribute of a loaded network: its :class:`NetworkSpec`, from which a bundle rebuilds it
+NOTES: Final = "psc_weights_notes"  # attribute of a loaded network: how its weights were found in their file
 BUILT_BY_HAND: Final = "no name builds this network again; a bundle holds it as an ONNX graph"
-
 MAX_WEIGHTS: Final = 1 << 31  # maximum number of weights of a network in a bundle (8 GiB in float32)
 MAX_MODULES: Final = 1 << 15  # maximum number of modules of a network in a bundle
 
@@ -281,7 +259,7 @@ def load_described(spec: NetworkSpec, weights: Path | None) -> nn.Module:
         if weights is not None or spec.model_args:
             raise NetworkError(f"{spec.spec} holds its own weights and settings; leave out weights and model arguments")
         return open_onnx(Path(spec.spec.removeprefix(ONNX)).expanduser())
-    if spec.folder is not None and spec.is_of_transformers:
+    if spec.folder is not None and spec.is_factory:  # of transformers
         if spec.model_args:
             raise NetworkError(f"{spec.spec} has its own arguments; leave out {', '.join(spec.model_args)}")
         classifier = described.load(spec.folder)
@@ -295,7 +273,6 @@ def load_described(spec: NetworkSpec, weights: Path | None) -> nn.Module:
 
 
 def _read_into(net: nn.Module, file: Path, outputs: int | None) -> tuple[str, ...]:
-    """Copy the weights in a file into ``net``, and return notes on how they were found."""
     read = read_weights(file, net.state_dict())
     load_weights(net, read.tensors, num_classes=outputs, origin=read.origin)
     return read.notes
@@ -331,11 +308,7 @@ def notes_of(net: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def bounded_size(spec: NetworkSpec) -> Iterator[None]:
-    """Limit the size of networks built in this context, for untrusted specs.
-
-    Networks of torchvision and timm are first built without memory (on torch's ``meta`` device), so that a network of
-    terabytes is rejected before any of it exists.  Then, and for factories, weights are counted as they are registered.
-    """
+    """Limit the size of networks built here, for untrusted specs: first on ``meta``, so that no terabytes exist."""
     if not spec.is_factory:
         with _counting(), suppress(RuntimeError), torch.device("meta"):  # some builders cannot run on it
             build(spec)

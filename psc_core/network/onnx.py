@@ -33,16 +33,12 @@ if TYPE_CHECKING:
 PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
 # True if networks can be exported to ONNX and run; a folder that an uninstalled package left has no origin.
 INSTALLED: Final = all((spec := importlib.util.find_spec(name)) and spec.origin for name in PACKAGES)
-
-
 _CONVOLUTIONS: Final = frozenset({"Conv", "ConvInteger", "QLinearConv"})
 _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"})
 
 
 class Cost(NamedTuple):
-    """The cost of one image."""
-
-    alive: int  # peak size of the tensors that exist at the same time, bytes
+    alive: int  # of one image: peak size of the tensors that exist at the same time, bytes
     operations: int  # additions and multiplications of convolutions and products; of other nodes, the largest tensor
 
 
@@ -82,22 +78,12 @@ def _operations(node: NodeProto, sizes: Mapping[str, tuple[int, Shape]], weights
     return max((math.prod(shape(name)) for name in (*node.input, *node.output) if name), default=0)
 
 
-# Maximum number of sessions, each with its own copy of the weights: a service runs small batches on fewer threads.
-MAX_SESSIONS: Final = 2
-
+MAX_SESSIONS: Final = 2  # each with its own weights: a service runs small batches on fewer threads
 _PROVIDERS: Final = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 class OnnxBody(nn.Module):
-    """A graph in ONNX Runtime, on the device of this module; thread-safe.
-
-    A session has a fixed number of threads, so on a CPU there is one for each number that PyTorch has been set to.
-
-    Args:
-        model: The output of :mod:`.export` or of :mod:`.onnx_graph`: a graph from float32 ``images`` (batch, channels,
-            height, width) to float32 outputs (batch, …).  A graph for a single image is run once for each image.
-        cost: The cost of one image, if it has been counted.
-    """
+    """A graph from float32 ``images`` in ONNX Runtime, on this module's device; thread-safe."""
 
     place: Tensor
 
@@ -117,7 +103,6 @@ class OnnxBody(nn.Module):
         self._sessions, self._starting = {}, threading.Lock()  # neither can be copied
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs for a batch, on the device of ``x``."""
         session = self._session()
         if not len(x):
             return tuple(x.new_empty((0, *output.shape[1:]), dtype=torch.float32) for output in session.get_outputs())
@@ -153,10 +138,7 @@ class OnnxBody(nn.Module):
 
 
 def keep_from_compiler(network: nn.Module) -> None:
-    """Exclude each graph in ``network`` from ``torch.compile``, because PyTorch computes nothing of it.
-
-    A decorator on ``forward`` would do the same, but load the compiler wherever this module is imported.
-    """
+    """Exclude graphs from ``torch.compile``; a decorator on ``forward`` would load the compiler with this module."""
     for part in network.modules():
         if isinstance(part, OnnxBody):
             part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign, no-untyped-call]
@@ -190,14 +172,11 @@ def _start(model: bytes, device: torch.device, threads: int) -> Any:
 
 
 Size = tuple[int, int, int]
-
 _APART = 1e-4  # maximum difference between images computed in a batch and alone, relative to the largest value
 
 
 @dataclass(frozen=True)
 class _Sized:
-    """The network prepared for images of one size."""
-
     model: ModelProto
     graph: Graph
     logits: OnnxBody
@@ -222,7 +201,6 @@ class OnnxNetwork(LayeredNetwork):
         return logits
 
     def list_layers(self, trial: Tensor, granularity: str) -> list[LayerInfo]:
-        """List the layers; see :mod:`.onnx_graph`."""
         return self._of_size(_size(trial)).graph.layers(granularity)
 
     def cut(self, layers: Sequence[str], trial: Tensor, *, keep_output: bool) -> OnnxBody:
@@ -242,12 +220,11 @@ class OnnxNetwork(LayeredNetwork):
     def notes(self) -> tuple[str, ...]:
         """The differences from a PyTorch network that have been found so far."""
         graphs = [sized.graph for sized in self._sized.values()]
-        found = []
-        if any(graph.logits != graph.output for graph in graphs):
-            found.append("ends in a softmax, whose input is taken as the logits")
-        if any(graph.batch == 1 for graph in graphs):
-            found.append("takes one image at a time")
-        return tuple(found)
+        notes = {
+            "ends in a softmax, whose input is taken as the logits": any(each.logits != each.output for each in graphs),
+            "takes one image at a time": any(each.batch == 1 for each in graphs),
+        }
+        return tuple(note for note, holds in notes.items() if holds)
 
     def _of_size(self, size: Size) -> _Sized:
         if size not in self._sized:
@@ -265,10 +242,10 @@ class OnnxNetwork(LayeredNetwork):
 
     def _fixed(self, size: Size) -> _Sized:
         model = with_size(self._model, size, self.origin)
-        is_any = not model.graph.input[0].type.tensor_type.shape.dim[0].HasField("dim_value")
-        if is_any:
+        axis = model.graph.input[0].type.tensor_type.shape.dim[0]
+        if not axis.HasField("dim_value"):
             return _sized(model, self.origin, BATCH)
-        one = _sized(model, self.origin, model.graph.input[0].type.tensor_type.shape.dim[0].dim_value)
+        one = _sized(model, self.origin, axis.dim_value)
         if one.graph.batch != 1:
             raise NetworkError(
                 f"{self.origin} takes batches of {one.graph.batch} images only; export it with one image, images[:1], "
@@ -316,7 +293,6 @@ def _size(x: Tensor) -> Size:
 
 
 def open_onnx(path: Path) -> OnnxNetwork:
-    """Read a classifier from an ONNX file."""
     return OnnxNetwork(with_one_input(read_onnx(path), path.name), path.name)
 
 
@@ -325,10 +301,7 @@ _FLOAT: Final = 1
 
 
 def restore_body(data: bytes, size: Size, *, outputs: int) -> OnnxBody:
-    """Check a stored graph and prepare to run it, without computing anything.
-
-    ``outputs`` is the number of layers, plus one if the logits are kept.
-    """
+    """Check a stored graph without computing anything; ``outputs``: the number of layers, plus one for the logits."""
     model = parse_model(data, _ORIGIN)
     check_model(model, _ORIGIN)
     if [value.name for value in model.graph.input] != [INPUT_NAME]:

@@ -35,10 +35,7 @@ GROUPS: Final = (3, 4)  # the wire types that begin and end a group
 
 
 def fields(body: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """Yield the number, wire type and content of each field in order, and stop where the message is malformed.
-
-    A group has no content of its own; its fields follow as if they belonged to the message itself.
-    """
+    """Yield the number, wire type and content of each field up to a malformed one; a group's fields follow it."""
     at = 0
     while at < len(body):
         tag, at = _varint(body, at)
@@ -69,14 +66,10 @@ def _varint(body: memoryview, at: int) -> tuple[int, int]:
 
 MAX_FILE_BYTES: Final = (1 << 31) - 1  # maximum size of a model in bytes, the limit of the format
 MAX_NODES: Final = 1 << 16  # maximum number of operations
-# Maximum number of fields in the file at all levels; a parsed field takes a hundred bytes and more.
-MAX_FIELDS: Final = 1 << 20
-
+MAX_FIELDS: Final = 1 << 20  # of the file, at all levels; a parsed field takes a hundred bytes and more
 MAX_DEPTH: Final = 32  # maximum nesting of messages; a model without graphs inside operations has seven levels
 MIN_OPSET: Final = 7  # the oldest supported version of the operators
-# Maximum number of axes of a tensor; without a limit a graph could double the number again and again.
-MAX_AXES: Final = 32
-
+MAX_AXES: Final = 32  # of a tensor; without a limit a graph could double the number again and again
 _NOT_REPEATABLE: Final = "Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike"
 _SIZED_BY_VALUES: Final = "Compress NonMaxSuppression NonZero Unique"
 _NOT_OF_TENSORS: Final = (
@@ -151,8 +144,6 @@ def check_model(model: ModelProto, origin: str) -> None:
             raise NetworkError(
                 f"{origin}: the operator {quoted(node.op_type)} is not supported; export the network without it"
             )
-        if any(attribute.HasField("sparse_tensor") or attribute.sparse_tensors for attribute in node.attribute):
-            raise NetworkError(f"{origin} has sparse constants, which are not supported; store them dense")
         if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] not in false:
             raise NetworkError(f"{origin} has a dropout that may be active; export the network in evaluation mode")
         if any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute):
@@ -160,7 +151,8 @@ def check_model(model: ModelProto, origin: str) -> None:
                 f"{origin}: the operator {node.op_type} holds a graph of its own, which is not supported; export the "
                 "network without control flow"
             )
-    if model.graph.sparse_initializer:
+    parts = (attribute for node in model.graph.node for attribute in node.attribute)
+    if model.graph.sparse_initializer or any(each.HasField("sparse_tensor") or each.sparse_tensors for each in parts):
         raise NetworkError(f"{origin} has sparse constants, which are not supported; store them dense")
     for tensor in _tensors(model):
         _check_tensor(tensor, origin)
@@ -171,7 +163,6 @@ def check_model(model: ModelProto, origin: str) -> None:
 
 
 def _tensors(model: ModelProto) -> Iterator[TensorProto]:
-    """Yield all constants of a model."""
     yield from model.graph.initializer
     for node in model.graph.node:
         for attribute in node.attribute:
@@ -217,7 +208,6 @@ def _check_tensor(tensor: TensorProto, origin: str) -> None:
 
 
 def _bits(data_type: int) -> int:
-    """Return the number of bits of a number of this type."""
     from onnx import TensorProto, helper
 
     if data_type in (TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1):
@@ -226,7 +216,6 @@ def _bits(data_type: int) -> int:
 
 
 def _place(tensor: TensorProto, folder: Path, origin: str) -> Path:
-    """Return the file in the model's folder that holds a constant."""
     location = _where(tensor).get("location", "")
     file = folder / location
     try:
@@ -285,34 +274,25 @@ def quoted(name: str | bytes) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a library's error, for messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
 
 
 Shape = tuple[int, ...]
-
 BATCH: Final = 2  # the number of images for which sizes are found; two tell the batch axis from an axis of length one
 MAX_ELEMENTS: Final = 1 << 28  # maximum number of elements of a tensor for a batch of two images
 MAX_FOLDED: Final = 1 << 10  # maximum number of integers in a tensor that determines sizes
 _ON_SIZES: Final = (
     "Add Cast Concat Constant ConstantOfShape Div Gather Mul Range Reshape Slice Squeeze Sub Transpose Unsqueeze"
 )
-# The operators on sizes that are computed, to know the shapes that depend on them.
-_FOLDED: Final = frozenset(_ON_SIZES.split())
-
-# Maximum of the numbers of a range, because ``onnx`` and NumPy miscount its length when they overflow.
-_MAX_BOUND: Final = 1 << 61
-
+_FOLDED: Final = frozenset(_ON_SIZES.split())  # computed, to know the shapes that depend on them
+_MAX_BOUND: Final = 1 << 61  # of a range: ``onnx`` and NumPy miscount its length when numbers overflow
 _FLOAT, _INT32, _INT64 = 1, 6, 7
 _INTEGERS: Final = (_INT32, _INT64)
 
 
 def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
-    """Return the element type and shape of the input and of each computed tensor, for a batch of two images.
-
-    The model has one input (batch, …), of which every size but the batch is known.
-    """
+    """Return the element type and shape of the input, whose size is known, and each computed tensor, for two images."""
     given = model.graph.input[0]
     sides = [axis.dim_value if axis.HasField("dim_value") else -1 for axis in given.type.tensor_type.shape.dim]
     if not sides or min(sides[1:], default=0) < 0:
@@ -345,7 +325,6 @@ class _Walk:
     constants: dict[str, TensorProto]  # the constants by name, and those computed from them; grows
 
     def add(self, name: str, dtype: int, shape: Shape) -> None:
-        """Record a tensor, or raise :class:`NetworkError` if it is too large."""
         if len(shape) > MAX_AXES or math.prod(shape) > MAX_ELEMENTS:
             raise NetworkError(
                 f"{self.origin}: tensor {quoted(name)} has the shape {shortened(str(shape))}, expected at most "
@@ -354,10 +333,7 @@ class _Walk:
         self.sizes[name] = dtype, shape
 
     def infer(self, node: NodeProto) -> dict[str, tuple[int, Shape | None]]:
-        """Return the type and shape of each output of an operation; None for an unknown shape.
-
-        Inference sees the numbers of a constant only if they are few, because each could become an axis.
-        """
+        """Return each output's type and shape, or None; few numbers are shown, because each could become an axis."""
         from onnx import helper, shape_inference
 
         inputs, shown = [], []
@@ -390,7 +366,9 @@ class _Walk:
             bounds = {attribute.name: attribute.i for attribute in node.attribute}
             lengths = self.sizes[node.input[0]][1][bounds.get("start", 0) : bounds.get("end")]
             return numpy_helper.from_array(np.array(lengths, np.int64), name)
-        if node.op_type not in _FOLDED or not _is_few(shape) or not _is_of_sizes(dtype, node.op_type):
+        # The scale factors of images are constant floats.
+        is_of_sizes = dtype in _INTEGERS or (dtype == _FLOAT and node.op_type == "Constant")
+        if node.op_type not in _FOLDED or not _is_few(shape) or not is_of_sizes:
             return None
         given = {each: self.constants.get(each) for each in node.input if each}
         known = {
@@ -414,11 +392,6 @@ class _Walk:
 
 def _is_few(shape: Sequence[int]) -> bool:
     return math.prod(shape) <= MAX_FOLDED
-
-
-def _is_of_sizes(dtype: int, operator: str) -> bool:
-    """Return whether a tensor may determine sizes; the scale factors of images are constant floats."""
-    return dtype in _INTEGERS or (dtype == _FLOAT and operator == "Constant")
 
 
 def _size(tensor_type: Any) -> tuple[int, Shape | None]:

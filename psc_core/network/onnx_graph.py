@@ -44,8 +44,6 @@ _FLOATS: Final = (1, 10, 11, 16)  # FLOAT, FLOAT16, DOUBLE, BFLOAT16
 
 
 class Graph:
-    """The operations of a model, and the tensors that they read and write."""
-
     def __init__(self, model: ModelProto, sizes: Mapping[str, tuple[int, Shape]], batch: int = BATCH) -> None:
         self.nodes = tuple(model.graph.node)
         self.sizes = sizes
@@ -53,8 +51,8 @@ class Graph:
         self.input: str = model.graph.input[0].name
         self.output: str = model.graph.output[0].name
         self.producers: dict[str, NodeProto] = {name: node for node in self.nodes for name in node.output if name}
+        # The names of tensors that do not depend on the image, such as weights and quantised weights.
         self.constants = {tensor.name for tensor in model.graph.initializer}
-        """The names of tensors that do not depend on the image, such as weights and quantised weights."""
         for node in self.nodes:
             if self.constants.issuperset(filter(None, node.input)):
                 self.constants.update(filter(None, node.output))
@@ -104,7 +102,6 @@ class Graph:
 
     @property
     def classes(self) -> int:
-        """The number of logits."""
         return self.sizes[self.logits][1][-1]
 
     def form(self, name: str) -> Form | None:
@@ -143,11 +140,10 @@ class Graph:
         attends = any(node.op_type == "Softmax" and str(node.input[0]) != self.logits for node in self.nodes)
         for node in self.nodes:
             name = str(node.output[0]) if node.output else ""
-            is_block = name in ends
             if granularity == "all":
                 yield from (str(each) for each in node.output if each)
             elif granularity == "blocks" or (attends and self._is_of_tokens(name)):
-                yield from [name] * is_block
+                yield from [name] * (name in ends)
             elif self._is_operation(node):
                 yield name
 
@@ -240,10 +236,7 @@ _PSC: Final = "psc:"  # the prefix of the names of added tensors
 
 
 def with_one_input(model: ModelProto, origin: str) -> ModelProto:
-    """Return a model whose only input is ``images``, float32 (batch, channels, height, width).
-
-    An input of another dtype is converted, an input with its channels last is transposed.
-    """
+    """Return a model whose only input is ``images``, float32 (batch, channels, height, width), which is converted."""
     import onnx
     from onnx import helper
 
@@ -282,7 +275,6 @@ def with_one_input(model: ModelProto, origin: str) -> ModelProto:
 
 
 def with_size(model: ModelProto, size: tuple[int, int, int], origin: str) -> ModelProto:
-    """Return a model for images of one size (channels, height, width)."""
     model = _copy(model)
     axes = model.graph.input[0].type.tensor_type.shape.dim
     given = tuple(_side(axis) for axis in axes)[1:]
@@ -323,10 +315,7 @@ def with_any_batch(model: ModelProto) -> ModelProto:
 
 
 def cut(model: ModelProto, layers: Sequence[LayerInfo], logits: tuple[str, int] | None = None) -> ModelProto:
-    """Return a model that computes only the canonical features of ``layers``, and the logits if given.
-
-    ``logits`` are the name and the width of the logits tensor, which becomes the last output.
-    """
+    """Return a model that computes only canonical features of ``layers``, then the logits, given as name and width."""
     import onnx
     from onnx import helper, numpy_helper
 
@@ -370,16 +359,14 @@ def remove_notes(model: ModelProto) -> None:
 
 
 def _prune(model: ModelProto, wanted: Sequence[str]) -> None:
-    """Delete everything that the wanted tensors do not need."""
     graph, needed = model.graph, set(wanted)
     kept = []
     for node in reversed(list(graph.node)):
         if needed.intersection(node.output):
             needed.update(node.input)
             kept.append(node)
-    constants = [tensor for tensor in graph.initializer if tensor.name in needed]
     nodes = [_copy(node) for node in kept[::-1]]
-    constants = [_copy(tensor) for tensor in constants]
+    constants = [_copy(tensor) for tensor in graph.initializer if tensor.name in needed]
     del graph.node[:]
     del graph.initializer[:]
     graph.node.extend(nodes)
@@ -394,5 +381,4 @@ def _copy(message: Any) -> Any:
 
 
 def _side(axis: Any) -> int | str:
-    """Return the length of an axis, or its name."""
     return int(axis.dim_value) if axis.HasField("dim_value") else str(axis.dim_param or "?")

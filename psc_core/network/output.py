@@ -26,34 +26,21 @@ from psc_core.network.layers import INPUT_SUFFIX, value_of
 if TYPE_CHECKING:
     from psc_core.network.cut import Backbone
 
-# An image of noise, a black, a white and a grey one, and more noise; see :func:`trial_images`.
-TrialImages = Float[Tensor, "5 channels height width"]
-
-# Takes each value that a network computes, with the name of the layer, "" for the output.
-See = Callable[[str, Tensor], None]
-
+TrialImages = Float[Tensor, "5 channels height width"]  # noise, black, white, grey, other noise
+See = Callable[[str, Tensor], None]  # takes a value's layer, "" for the output, and the value
 _PROBABILITIES = 1e-3  # maximum distance from 1 of the sum of an image's outputs that are taken for probabilities
-# Maximum difference between two passes of one image, relative to the largest value; GPU kernels may vary.
-_REPEATABLE = 1e-3
-
-# Maximum difference between a value of an image among some and among other images, relative to the largest value.
-_AMONG_OTHERS: Final = 1e-5
+_REPEATABLE = 1e-3  # maximum difference of two passes of one image, relative; GPU kernels may vary
+_AMONG_OTHERS: Final = 1e-5  # the same of an image among some and among other images
 
 # Maximum difference between an image's output alone and in a batch, relative to the largest, by the coarsest type of
 # the network's values: deep networks accumulate tens of roundings, TF32's among them.
 _ALONE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-
-# Maximum number of values of a layer that are compared, so that the largest networks fit into memory.
-_READ: Final = 4096
-
+_READ: Final = 4096  # maximum number of values of a layer that are compared, so that the largest networks fit
 _CONSTANT: Final = ("black", "white", "uniformly grey")
 
 
 def trial_images(preprocess: Preprocess) -> TrialImages:
-    """Return the standardised trial images, the same on every call.
-
-    The first noise has half of the contrast, so that the other images reach beyond it in every layer.
-    """
+    """Return the standardised trial images; the first has half the contrast, so that the others reach beyond it."""
     noise = preprocess.noise()
     uniform = [torch.full_like(noise, value) for value in (0, 255, 128)]
     return preprocess.standardise(torch.cat([noise // 2 + 64, *uniform, noise.flip(-1)]))
@@ -120,11 +107,7 @@ def check_same(first: Tensor, second: Tensor) -> None:
 
 @torch.inference_mode()
 def check_images(net: nn.Module, images: TrialImages, *, name: str) -> None:
-    """Check before any data is read that the answer for an image does not depend on the others of its batch, and is
-    finite for uniform images.
-
-    Puts ``net`` in evaluation mode.
-    """
+    """Check that an image's answer does not depend on others of its batch, and is finite for uniform images."""
     outputs: list[Any] = []
     try:
         place = first_dependent(partial(_run, net.eval(), outputs), images)
@@ -160,11 +143,7 @@ def dependence(place: str) -> str:
 
 
 def first_dependent(run: Callable[[Inputs, See], None], images: TrialImages) -> str | None:
-    """Return the name of the first value of an image that depends on the other images; None if none does.
-
-    ``run`` computes a batch and shows each value, in order, those of the output last; the first image is compared,
-    among the others.
-    """
+    """Return the name of the first value of an image that depends on the others of its batch; None if none does."""
     image, black, white, grey, noise = torch.split(images, 1)
     shapes: dict[tuple[str, int], torch.Size] = {}
     alone: dict[tuple[str, int], Tensor] = {}
@@ -283,13 +262,11 @@ def check_network_output(backbone: Backbone, trial: Inputs, outputs: int, *, nam
 
 @torch.inference_mode()
 def output_width(backbone: Backbone, trial: Inputs) -> int | None:
-    """Return the number of the network's own logits; None if the backbone does not keep them."""
     output = backbone(trial)[1]
     return None if output is None else output.shape[1]
 
 
 def _described(output: object) -> str:
-    """Describe what a network returned instead of a tensor."""
     if isinstance(output, Mapping):
         return f"a {type(output).__name__} of {', '.join(map(str, output))}"
     return f"a {type(output).__name__}" + (f" of {len(output)}" if isinstance(output, tuple | list) else "")

@@ -28,7 +28,7 @@ import pickletools
 import re
 import stat
 import warnings
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,19 +42,12 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, listed, shortened
 
-# The usual suffixes of checkpoints, for messages.
 KNOWN_SUFFIXES: Final = ".safetensors, .pth, .pt, .bin, .ckpt, or the .index.json of several files"
-
 INDEX: Final = ".index.json"  # the suffix of a file that names other files, which hold the tensors
-# Maximum size of an index or of the pickle besides the tensors, which are parsed as a whole, in bytes.
-MAX_TEXT: Final = 64 << 20
-
+MAX_TEXT: Final = 64 << 20  # of an index or of the pickle besides the tensors, which are parsed as a whole, in bytes
 _SHOWN_NAMES: Final = 3
-
 MAX_CLASSES: Final = 1000  # maximum number of classes for which a stand-in is made
-# The first bytes of files that ``torch.save`` wrote before it wrote zip archives.
-_OLDER_FORM: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-
+_OLDER_FORM: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # before zip archives
 _HEAD: Final = 512  # the number of first bytes that tell what a file is
 _UNPACK: Final = "is compressed; unpack it, and give the file of weights in it"
 _NUMPY: Final = (
@@ -79,20 +72,14 @@ _OTHER_FORMATS: Final[Mapping[bytes, str]] = {
 
 # How the names of those classes and functions begin that a state dict of tensors needs too.
 _HARMLESS: Final = ("collections.OrderedDict", "torch._utils.", "torch.storage.", "torch.serialization.", "builtins.")
-
 _READ_PROTOCOL: Final = 3  # the newest pickle protocol that ``weights_only`` can read
-# The number of pickles before the object's in that older form: a magic number, a version, the machine.
-_BEFORE: Final = 3
-
-# The pickle instructions that fill an object, and the plain class that replaces the object's class.
-_FILLS: Final = {"SETITEM": OrderedDict, "SETITEMS": OrderedDict, "APPEND": list, "APPENDS": list}
-
+_BEFORE: Final = 3  # pickles before the object's in that older form: a magic number, a version, the machine
+_FILLS: Final = {"SETITEM": OrderedDict, "SETITEMS": OrderedDict, "APPEND": list, "APPENDS": list}  # by instruction
 # The pickle instructions whose result has the class that is their first operand, or the class of that operand.
 _KEEPS: Final = frozenset({*_FILLS, "BUILD", "REDUCE", "NEWOBJ"})
 
 
 def read_checkpoint(path: Path) -> Any:
-    """Return the content of a checkpoint, with its tensors on the CPU."""
     _check_regular(path)
     if path.name.endswith(INDEX):
         return _read_parts(path)
@@ -109,7 +96,6 @@ def read_checkpoint(path: Path) -> Any:
 
 
 def _other_format(path: Path, head: bytes) -> NetworkError:
-    """Return the error for a file of another format, which says what it is."""
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     if not head:
         return NetworkError(f"{path} is empty; copy it again")
@@ -139,7 +125,6 @@ def _other_format(path: Path, head: bytes) -> NetworkError:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a checkpoint: the file itself, and if it is an index the files that it names."""
     return [path, *sorted(set(_read_index(path).values()))] if path.name.endswith(INDEX) else [path]
 
 
@@ -233,12 +218,10 @@ def _read_archive(path: Path) -> Any:
     if any(entry.file_size > MAX_TEXT for entry in pickles):
         raise _too_much(path)
     with _damage_named(path), ZipFile(path) as archive:
-        pickled = archive.read(pickles[0])
-    return _load(path, pickled, mmap=True)
+        return _load(path, archive.read(pickles[0]), mmap=True)
 
 
 def _archived(path: Path, entries: Sequence[ZipInfo]) -> str:
-    """Return what a zip archive holds that ``torch.save`` did not write, and what to do."""
     names = [entry.filename for entry in entries]
     if names and all(name.endswith(".npy") for name in names):
         return f"it {_NUMPY}"
@@ -285,41 +268,11 @@ def _unknown_in(pickled: bytes) -> list[str]:
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(archive))
 
 
-def _named_in(pickled: bytes) -> list[str]:
-    """Return the classes and functions that a pickle of any protocol names, but for those of every state dict.
-
-    They are found without creating any.
-    """
-    found = dict[str, None]()
-    pushed = deque[str](maxlen=2)  # the last texts on the stack, empty for other objects
-    memo: dict[int, str] = {}
-    argument: Any
-    for code, argument, _ in pickletools.genops(pickled):
-        if code.name == "MEMOIZE":
-            memo[len(memo)] = pushed[-1]
-        elif code.name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = pushed[-1]
-        elif code.name == "GLOBAL":
-            found[argument.replace(" ", ".")] = None
-            pushed.append("")
-        elif code.name == "STACK_GLOBAL":
-            found[".".join(pushed)] = None
-            pushed.append("")
-        elif code.name in ("BINGET", "LONG_BINGET"):
-            pushed.append(memo[argument])
-        elif code.stack_after:
-            pushed.append(argument if "UNICODE" in code.name else "")
-    return [name for name in found if not (name.startswith(_HARMLESS) or re.fullmatch(r"torch\.\w+", name))]
-
-
-def _shown(names: Sequence[str]) -> str:
-    return f" ({listed([*map(shortened, names)], _SHOWN_NAMES)})" if names else ""
-
-
-def _filled_in(pickled: bytes) -> dict[str, type]:
-    """Return stand-ins for the classes whose objects a pickle fills, found without creating any."""
+def _walk(pickled: bytes) -> tuple[list[str], dict[str, type]]:
+    """Return the classes and functions that a pickle names, and those whose objects it fills, without creating any."""
+    named = dict[str, None]()
     filled: dict[str, type] = {}
-    stack: list[str] = []  # the class of each object on the stack, empty if unknown
+    stack: list[str] = []  # the class, or the text, of each object; empty for others
     marks: list[int] = []
     memo: dict[int, str] = {}
     argument: Any
@@ -331,19 +284,34 @@ def _filled_in(pickled: bytes) -> dict[str, type]:
         operands = [stack.pop() for _ in taken]
         if code.name == "MARK":
             marks.append(len(stack))
-        elif code.name in ("BINPUT", "LONG_BINPUT"):
+        elif code.name == "MEMOIZE":
+            stack += operands
+            memo[len(memo)] = stack[-1]
+        elif code.name in ("PUT", "BINPUT", "LONG_BINPUT"):
             memo[argument] = stack[-1]
-        elif code.name in ("BINGET", "LONG_BINGET"):
+        elif code.name in ("GET", "BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
-        elif code.name == "GLOBAL":
-            stack.append(argument.replace(" ", "."))
+        elif code.name in ("GLOBAL", "STACK_GLOBAL"):
+            name = argument.replace(" ", ".") if code.name == "GLOBAL" else ".".join(operands[::-1])
+            named[name] = None
+            stack.append(name)
         elif code.name in _KEEPS:
             stack.append(operands[-1])
             if code.name in _FILLS:
                 filled[operands[-1]] = _FILLS[code.name]
         else:
-            stack += [""] * len(code.stack_after)
-    return filled
+            stack += [argument if "UNICODE" in code.name else ""] * len(code.stack_after)
+    return list(named), filled
+
+
+def _named_in(pickled: bytes) -> list[str]:
+    """Return the classes and functions that a pickle names, but for those of every state dict."""
+    named, _ = _walk(pickled)
+    return [name for name in named if not (name.startswith(_HARMLESS) or re.fullmatch(r"torch\.\w+", name))]
+
+
+def _shown(names: Sequence[str]) -> str:
+    return f" ({listed([*map(shortened, names)], _SHOWN_NAMES)})" if names else ""
 
 
 class _StandIn:
@@ -380,7 +348,7 @@ def _load(path: Path, pickled: bytes, *, mmap: bool) -> Any:
         if pickled[:1] == b"\x80" and pickled[1] > _READ_PROTOCOL:
             raise needs_code(path, f"a pickle of protocol {pickled[1]}{_shown(_named_in(pickled))}")
         unknown = _unknown_in(pickled)
-        filled = _filled_in(pickled) if unknown else {}
+        filled = _walk(pickled)[1] if unknown else {}
     if len(unknown) > MAX_CLASSES:
         raise needs_code(path, f"objects of {len(unknown)} classes")
     stand_ins: list[Any] = [(_stand_in(filled.get(name)), name) for name in unknown]
@@ -459,11 +427,7 @@ def read_weights(path: Path, wanted: Mapping[str, Tensor]) -> Weights:
 
 
 def load_weights(net: nn.Module, state: Mapping[str, Tensor], *, num_classes: int | None, origin: str) -> None:
-    """Copy ``state`` into ``net``, converted to the network's dtypes.
-
-    Batch counters (``num_batches_tracked``) may be missing, because evaluation does not read them.  The number of
-    classes of the data and the ``origin`` of the tensors are for messages.
-    """
+    """Copy ``state`` into ``net`` in its dtypes; batch counters, which evaluation does not read, may be missing."""
     wanted = net.state_dict()
     missing = [key for key in wanted if key not in state and not key.endswith(_COUNTER)]
     unexpected = [key for key in state if key not in wanted]
@@ -547,7 +511,6 @@ def _notes(path: Path, place: _Place, others: Sequence[_Place], outside: Sequenc
 
 
 def _conversions(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield a note for each conversion of tensors to the network's dtypes."""
     types = Counter(
         (_type(tensor), _type(wanted[name]))
         for name, tensor in tensors.items()

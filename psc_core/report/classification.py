@@ -29,8 +29,6 @@ SIDE: Final = 96  # maximum height and width of a picture, in pixels
 
 @dataclass(frozen=True)
 class ClassificationSet(ScoredSet):
-    """The scores of a classifier for n images."""
-
     entropy: Float[Tensor, " n"]  # predictive entropy, nats
     predicted: Int[Tensor, " n"]  # class index
     labels: Int[Tensor, " m"]  # first label of each image; empty for images of other classes
@@ -57,8 +55,6 @@ def _first(order: Tensor, chosen: Tensor) -> list[int]:
 
 
 LOSS: Final = 0.01  # the loss of accuracy, compared to the original network's, above which a warning is given
-
-
 MAX_CONFUSED: Final = 20  # maximum number of classes in the confusion matrix, those with the most errors
 
 
@@ -88,13 +84,8 @@ def risk_coverage(images: ClassificationSet) -> Figure | None:
         wrong = ~images.correct[name][confidence.argsort(descending=True, stable=True)]
         accepted = torch.arange(1, len(wrong) + 1)
         risk = wrong.cumsum(0) / accepted
-        axis.plot(
-            (accepted / len(wrong)).numpy(),
-            risk.numpy(),
-            lw=1,
-            label=PREDICTORS.get(name, name),
-            color=_colour(name),
-        )
+        x, label = (accepted / len(wrong)).numpy(), PREDICTORS.get(name, name)
+        axis.plot(x, risk.numpy(), lw=1, label=label, color=_colour(name))
     axis.set(xlabel="fraction accepted", ylabel="error rate of these", xlim=(0, 1), ylim=(0, None))
     axis.legend(fontsize=7)
     return figure
@@ -137,8 +128,6 @@ def _colour(classifier: str) -> str | None:
 
 
 class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
-    """What a classifier's report says and shows."""
-
     set_type = ClassificationSet
     templates = "classification"
     texts: ClassVar = {
@@ -246,10 +235,8 @@ class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
 
     def warnings_of(self, metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[str]:
         above, error = head.get("nll_above_own", 0.0), head.get("nll_above_own_error", 0.0)
-        found = []
-        if above > error:
-            found.append(
-                "the network's own probabilities are served, divided by a temperature: the NLL of the head's is "
-                f"{above:.3f} ± {error:.3f} nats higher on validation images; --predictions psc serves the head's"
-            )
-        return found
+        served = (
+            "the network's own probabilities are served, divided by a temperature: the NLL of the head's is "
+            f"{above:.3f} ± {error:.3f} nats higher on validation images; --predictions psc serves the head's"
+        )
+        return [served] if above > error else []

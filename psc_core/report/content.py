@@ -1,8 +1,7 @@
 """What a report says: scores of some images, pictures, words that all tasks share, and the facts computed from them.
 
-A fit collects it (:func:`collect_fit`), from at most :data:`REPORTED_IMAGES` random images of a set, so that the report
-costs little compared to the fit, and stores it beside the bundle in one safetensors file, so that the page can be drawn
-again without the images.  Nothing is computed from this file, and no reader of a bundle needs it.
+A fit collects it, from at most :data:`REPORTED_IMAGES` random images of a set, and stores it beside the bundle in one
+safetensors file, so that the page can be drawn again without the images.  No reader of a bundle needs this file.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ GLOSSARY: Final[Mapping[str, str]] = {
     "synthetic OOD images": "Validation images turned, binarised, framed …, to see what happens without OOD images.",
 }
 
-
 FILE: Final = "report.safetensors"
 _METADATA: Final = "report"
 
@@ -93,8 +91,6 @@ class ScoredSet:
 
 @dataclass(frozen=True)
 class Picture:
-    """One image to show."""
-
     why: str  # "most unusual", "most ambiguous" or "most typical"
     label: int  # class index
     predicted: int
@@ -148,15 +144,11 @@ class Content:
             with safe_open(file, "pt") as opened:
                 document = json.loads(opened.metadata()[_METADATA])
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+            sets, pictures = enumerate(document["sets"]), enumerate(document["pictures"])
             return cls(
                 document["version"],
-                tuple(
-                    _scored_set(set_type, entry, _below(f"sets.{i}.", tensors))
-                    for i, entry in enumerate(document["sets"])
-                ),
-                tuple(
-                    Picture(**entry, pixels=tensors[f"pictures.{i}"]) for i, entry in enumerate(document["pictures"])
-                ),
+                tuple(_scored_set(set_type, entry, _below(f"sets.{i}.", tensors)) for i, entry in sets),
+                tuple(Picture(**entry, pixels=tensors[f"pictures.{i}"]) for i, entry in pictures),
                 _below("sizes.", tensors),
             )
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
@@ -233,8 +225,6 @@ class TaskReport(ABC, Generic[AnyModel, AnyScored]):
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about a bundle and the images of its report."""
-
     folder: Path
     manifest: Manifest
     content: Content
@@ -288,11 +278,6 @@ class Facts:
         """The limits of the other decisions, by the figure that shows them; None if no image is beyond."""
         return self.of_task.limits_of(self.manifest.policy, self.calibration, self.manifest.metrics)
 
-    @property
-    def columns(self) -> Mapping[str, str]:
-        """The metrics of this task and their titles."""
-        return self.of_task.columns
-
     @cached_property
     def flagged(self) -> dict[str, float]:
         """The fraction of each set of images that raises the alarm."""
@@ -309,27 +294,22 @@ class Facts:
     @cached_property
     def quality(self) -> dict[str, Mapping[str, float]]:
         """The metrics on :attr:`measured` by predictor, the original network first; the recorded ones if it is None."""
-        quality = self._recorded if self.measured is None else self.measured.quality
+        metrics, keys = self.manifest.metrics, self.of_task.recorded
+        recorded = {name: metrics[key] for name, key in keys.items() if key in metrics}
+        quality = ({"psc": recorded} if recorded else {}) if self.measured is None else self.measured.quality
         ordered = sorted(quality, key=lambda name: name != "original")
         return {PREDICTORS.get(name, name): quality[name] for name in ordered}
 
     @property
-    def _recorded(self) -> Mapping[str, Mapping[str, float]]:
-        metrics, keys = self.manifest.metrics, self.of_task.recorded
-        found = {name: metrics[key] for name, key in keys.items() if key in metrics}
-        return {"psc": found} if found else {}
-
-    @property
     def quality_images(self) -> int:
-        """The number of images behind :attr:`quality`."""
         if self.measured is None:
             return int(self.manifest.metrics.get("validation_images", 0))
         return len(self.measured.ood_score)
 
     def cells(self, quality: Mapping[str, float]) -> list[str]:
-        """Format the metrics of a predictor in the order of :attr:`columns`, with a dash for a missing one."""
-        digits = self.of_task.digits
-        return [f"{quality[metric]:{digits}}" if metric in quality else "–" for metric in self.columns]
+        """Format the metrics of a predictor in the order of the task's columns, with a dash for a missing one."""
+        columns, digits = self.of_task.columns, self.of_task.digits
+        return [f"{quality[metric]:{digits}}" if metric in quality else "–" for metric in columns]
 
     @property
     def policy_lines(self) -> list[str]:
@@ -348,7 +328,6 @@ class Facts:
         return "" if kept is None else f"stores {kept.count} training images, which are as private as these"
 
     def flagged_as(self, role: Role) -> dict[str, float]:
-        """Return :attr:`flagged` for the sets of one role."""
         return {images.name: self.flagged[images.name] for images in self.content.sets if images.role is role}
 
     def to_text(self) -> str:
@@ -356,7 +335,7 @@ class Facts:
         lines = [self.headline]
         if self.quality:
             width = max(map(len, self.quality))
-            lines.append(f"{'':{width}}  " + "  ".join(f"{title:>9}" for title in self.columns.values()))
+            lines.append(f"{'':{width}}  " + "  ".join(f"{title:>9}" for title in self.of_task.columns.values()))
             for name, quality in self.quality.items():
                 lines.append(f"{name:{width}}  " + "  ".join(f"{cell:>9}" for cell in self.cells(quality)))
             lines.append(f"on {self.quality_images} validation images that nothing was chosen on")
@@ -368,12 +347,10 @@ class Facts:
 
     @cached_property
     def of_task(self) -> TaskReport[Any, Any]:
-        """What the report says and shows of a model of this task."""
         return self.manifest.task.report()
 
 
 def facts_of(bundle: Bundle, content: Content) -> Facts:
-    """Return the facts about a bundle."""
     calibration = bundle.manifest.task.calibration_type.from_tensors(bundle.parts["calibration"])
     return facts_about(bundle.path, bundle.manifest, calibration, content)
 
@@ -386,15 +363,7 @@ def facts_about(folder: Path, manifest: Manifest, calibration: BaseCalibration, 
             "report of test images with psc-eval --out"
         )
     collapse, chosen = _collapse_of(manifest)
-    return Facts(
-        folder,
-        manifest,
-        content,
-        calibration,
-        collapse,
-        chosen,
-        tuple(_warnings(manifest, chosen, content)),
-    )
+    return Facts(folder, manifest, content, calibration, collapse, chosen, tuple(_warnings(manifest, chosen, content)))
 
 
 def _collapse_of(manifest: Manifest) -> tuple[CollapseReport | None, ChosenLayer | None]:

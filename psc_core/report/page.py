@@ -31,7 +31,6 @@ from psc_core.report.content import FILE, Facts, Role, ScoredSet
 from psc_core.text import aligned
 
 Figures = dict[str, Figure | None]  # figures by name; None if there is nothing to draw
-
 KNOWN: Final = "#2b6cb0"
 UNKNOWN: Final = "#c05621"
 LIMIT: Final = "#555555"
@@ -46,12 +45,10 @@ _STYLE: Final[Any] = {
 
 @rc_context(_STYLE)
 def draw(facts: Facts) -> dict[str, Figure]:
-    """Draw every figure for which there is data, by name."""
     manifest, content = facts.manifest, facts.content
-    sized = content.sizes
     unknown = [images for images in content.sets if images.role is Role.OOD]
     unknown = unknown or [images for images in content.sets if images.role is Role.SYNTHETIC]
-    size = (manifest.projection.c_proj, manifest.projection.d_proj)
+    sized, size = content.sizes, (manifest.projection.c_proj, manifest.projection.d_proj)
     found: Figures = {
         "collapse": None if facts.collapse is None else collapse(facts.collapse, manifest.layers),
         "sizes": sizes(sized["nc1"], sized["nc4"], size) if sized else None,
@@ -64,7 +61,6 @@ def draw(facts: Facts) -> dict[str, Figure]:
 
 @rc_context(_STYLE)
 def png(figure: Figure) -> bytes:
-    """Encode a drawn figure as PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -175,10 +171,8 @@ def roc(inside: ScoredSet, outside: Sequence[ScoredSet]) -> Figure | None:
 
 
 CARD: Final = "README.md"
-
 _WIDE: Final = 5.0  # the width, in inches, from which a figure takes a whole line of the page
 _HERE: Final = Path()  # the path of the bundle in commands, which are the same wherever the bundle lies
-
 _CONTROLS: Final = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029], " ")
 
 
@@ -229,7 +223,6 @@ def write(facts: Facts, folder: Path) -> Path:
 
 
 def write_card(facts: Facts) -> None:
-    """Write the model card into the bundle's folder."""
     (facts.folder / CARD).write_text(_template(facts, CARD).render(**_values(facts)))
 
 
@@ -248,7 +241,6 @@ def _remove_figures(folder: Path) -> None:
 
 
 def serve_command(folder: Path, manifest: Manifest) -> str:
-    """Return the command that serves a bundle."""
     return f"psc-serve --bundle {shlex.quote(str(folder))}{_permission(manifest)}"
 
 
@@ -306,7 +298,6 @@ def replay_text(replay: Replay) -> str:
 
 
 def write_replay(replay: Replay, file: Path) -> None:
-    """Write the page; may raise ``OSError``, and :class:`.DataError` as :func:`.replay` does."""
     flips = [
         {
             "before": before,

@@ -34,8 +34,6 @@ class RegressionSet(ScoredSet):
 
 
 LOSS: Final = 0.05  # the relative rise of the RMSE, compared to the original network's, above which a warning is given
-
-
 COVERAGES: Final = 19  # the number of nominal coverages, evenly spaced between 0 and 1, at which intervals are checked
 
 
@@ -86,8 +84,6 @@ def error_coverage(images: RegressionSet, target: Target) -> Figure:
 
 
 class RegressionTaskReport(TaskReport[PSCRegressor, ScoredNumbers]):
-    """What a regression's report says and shows."""
-
     set_type = RegressionSet
     templates = "regression"
     texts: ClassVar = {
