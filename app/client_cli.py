@@ -27,7 +27,7 @@ from psc_core.errors import ExitCode
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below
 from psc_core.settings import positive, positive_number
-from psc_core.text import aligned, print_any_text
+from psc_core.text import align, print_any_text
 
 URL_VARIABLE = "PSC_CLIENT_URL"
 KEY_VARIABLE = "PSC_CLIENT_API_KEY"
@@ -220,7 +220,7 @@ def _print_table(rows: Sequence[tuple[str, Mapping[str, str] | ClientError]]) ->
     for image, cells in rows:
         table.append([image, *([] if isinstance(cells, ClientError) else (cells.get(title, "") for title in titles))])
     names = max(len(row[0]) for row in table)
-    head, *lines = aligned(table, left={0, 1, len(titles)})  # The other columns are numbers.
+    head, *lines = align(table, left={0, 1, len(titles)})  # The other columns are numbers.
     print(head)
     for line, (_, cells) in zip(lines, rows, strict=True):
         print(f"{line:<{names}}  error: {cells}" if isinstance(cells, ClientError) else line)

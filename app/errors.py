@@ -26,7 +26,7 @@ from psc_core.errors import (
     PSCError,
     UndecodableImage,
     UnsupportedImage,
-    shortened,
+    shorten,
 )
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def problem_of(error: BaseException) -> Problem:
     headers: dict[str, str] = {}
     members: dict[str, Any] = {}
     if isinstance(error, ImageRefused):
-        members = {"index": error.index, "filename": error.name and shortened(error.name, MAX_DETAIL)}
+        members = {"index": error.index, "filename": error.name and shorten(error.name, MAX_DETAIL)}
     if isinstance(error, InferenceFailed):
         members = {"index": error.index}
     if isinstance(cause, Overloaded):
@@ -251,7 +251,7 @@ def make_problem(
 ) -> Problem:
     """Return the problem of a row of :data:`TABLE`, with a detail that is not too long."""
     status, slug, title = row
-    detail = shortened(detail, MAX_DETAIL)
+    detail = shorten(detail, MAX_DETAIL)
     document = ProblemDocument(type=TYPE_PREFIX + slug, title=title, status=status, detail=detail, **members)
     return Problem(document, headers or {})
 

@@ -117,7 +117,7 @@ SMALL_SECONDS: Final = 5.0
 _SMALL_BYTES: Final = 64 * 1024  # the maximum size of such a message
 
 
-def parsed(body: bytes, method: str) -> Any:
+def parse_message(body: bytes, method: str) -> Any:
     """Parse the request message of a method."""
     message_type = METHODS[method][0]
     check_counts(body, message_type)
@@ -130,7 +130,7 @@ def parsed(body: bytes, method: str) -> Any:
 async def _infer(request: Request) -> Response:
     service = service_to_predict(request)
     body = await read_body(request, service.settings.upload_seconds)
-    message = await parse(service.parser, body, parsed, body, "ModelInfer")
+    message = await parse(service.parser, body, parse_message, body, "ModelInfer")
     name, version = message.model_name, message.model_version or None
     find_model(service, name, version).engine.check_room()
     wanted, binary = await parse(service.parser, body, tensor_of, message)
@@ -209,7 +209,7 @@ async def _answer(request: Request) -> Response:
         body = await read_body(request, min(SMALL_SECONDS, service_of(request).settings.upload_seconds))
         if len(body) > _SMALL_BYTES:
             raise BodyTooLarge(f"expected a message of at most {_SMALL_BYTES} bytes, got {len(body)}; send less")
-        message = parsed(body, method)
+        message = parse_message(body, method)
     found = _DOCUMENTS[method](request, message)
     document = await found if inspect.isawaitable(found) else found
     members = document.model_dump() if isinstance(document, BaseModel) else document

@@ -211,7 +211,7 @@ class ServedModel:
         return Predicted(outputs, decisions, result.explanation)
 
 
-def explained(model: FittedModel, explanation: Mapping[str, npt.NDArray[Any]]) -> list[dict[str, Any]]:
+def explain(model: FittedModel, explanation: Mapping[str, npt.NDArray[Any]]) -> list[dict[str, Any]]:
     """Return each image's explanation, with the nearest training images and the map where the model has them."""
     documents = model.task.explanations(explanation, model.classes, model.head_layers)
     stored_images, layer_map = model.pipeline.stored_images, model.pipeline.map

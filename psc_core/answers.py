@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, get_
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from psc_core.errors import UsageError, all_faults
-from psc_core.text import composed
+from psc_core.text import compose
 
 
 def _composed(value: Any) -> Any:
-    return composed(value) if isinstance(value, str) else value
+    return compose(value) if isinstance(value, str) else value
 
 
 _Name = Annotated[str, BeforeValidator(_composed)]
@@ -96,7 +96,7 @@ def guessing(metrics: Mapping[str, Any]) -> str:
     return "THE MODEL IS NO BETTER THAN GUESSING: its weights or its preprocessing are wrong; "
 
 
-def measured(metrics: Mapping[str, Any], name: str) -> str:
+def describe_accuracy(metrics: Mapping[str, Any], name: str) -> str:
     """Return how good the model is on how many images, in brackets; empty if a manifest does not say so."""
     count, value = metrics.get("validation_images"), metrics.get(name)
     if isinstance(count, int) and isinstance(value, int | float):
@@ -137,8 +137,8 @@ class ClassificationPolicy(BasePolicy):
         if self.ambiguity_threshold < 0:
             found = (
                 "NOTHING IS ACCEPTED, every image is abstain_ambiguous: no entropy threshold was shown to keep the "
-                f"error rate at {RISKS[-1]:.0%} or less{measured(metrics, 'accuracy')}; check the weights and the "
-                "preprocessing, or validate on more images"
+                f"error rate at {RISKS[-1]:.0%} or less{describe_accuracy(metrics, 'accuracy')}; check the weights and "
+                "the preprocessing, or validate on more images"
             )
         elif self.risk is None:
             found = (
@@ -148,7 +148,7 @@ class ClassificationPolicy(BasePolicy):
         else:
             found = f"of the accepted images at most {100 * self.risk:.3g} % are wrong (95 % confidence)"
             if self.risk > RISKS[0] and metrics.get("risk_asked") is None:
-                found += f"; no lower rate could be shown{measured(metrics, 'accuracy')}"
+                found += f"; no lower rate could be shown{describe_accuracy(metrics, 'accuracy')}"
         return guessing(metrics) + found
 
     def surprises(self, metrics: Mapping[str, Any]) -> bool:

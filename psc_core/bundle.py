@@ -33,13 +33,13 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from psc_core.answers import BasePolicy
-from psc_core.errors import BundleError, UsageError, fault, shortened
+from psc_core.errors import BundleError, UsageError, fault, shorten
 from psc_core.images.preprocess import Preprocess
 from psc_core.network import LIBRARIES
 from psc_core.settings import Precision, settings_where
 from psc_core.tasks import TASKS, task_of_manifest
 from psc_core.tasks.base import Agreement, Task
-from psc_core.text import composed
+from psc_core.text import compose
 
 SCHEMA: Final = 6  # the version of the bundle format, the only one that is written and read
 OPTIONAL: Final = ("checks", "map", "stored_images")  # parts without which the manifest has no such section
@@ -70,7 +70,7 @@ class _Network(_Strict):
     def _modest(self) -> _Network:
         if any(isinstance(value, int | float) and abs(value) > MAX_ARGUMENT for value in leaves(self.model_args)):
             raise ValueError(
-                f"expected model_args of numbers up to {MAX_ARGUMENT}, got {shortened(repr(self.model_args))}"
+                f"expected model_args of numbers up to {MAX_ARGUMENT}, got {shorten(repr(self.model_args))}"
             )
         return self
 
@@ -185,7 +185,7 @@ class Manifest(_Strict):
     @field_validator("classes")
     @classmethod
     def _compose(cls, classes: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(composed, classes))
+        return tuple(map(compose, classes))
 
     @model_validator(mode="after")
     def _check_agreement(self) -> Manifest:
@@ -216,7 +216,7 @@ class Manifest(_Strict):
         )
         for where, expected, got in agreements:
             if expected != got:
-                raise ValueError(f"expected {where} to be {shortened(repr(expected))}, got {shortened(repr(got))}")
+                raise ValueError(f"expected {where} to be {shorten(repr(expected))}, got {shorten(repr(got))}")
         if len(set(self.classes)) != classes:
             raise ValueError("expected class names that differ from each other")
         return self
@@ -233,7 +233,7 @@ def manifest_of(body: Any) -> Manifest:
         return Manifest.model_validate(body)
     if (found := task_of_manifest(body)) is None:
         raise BundleError(
-            f"expected field task to be one of {', '.join(TASKS)}, got {shortened(repr(body.get('task')))}; use a "
+            f"expected field task to be one of {', '.join(TASKS)}, got {shorten(repr(body.get('task')))}; use a "
             "newer version of psc"
         )
     return _manifest_type(found).model_validate_json(json.dumps(body))
@@ -324,7 +324,7 @@ def _plain(value: Any) -> str:
     """Return a JSON value as a word that needs no quoting in a shell, or raise :class:`ValueError`."""
     text = value if isinstance(value, str) else json.dumps(value)
     if not _PLAIN.fullmatch(text):
-        raise ValueError(shortened(repr(text)))
+        raise ValueError(shorten(repr(text)))
     return text
 
 
@@ -485,7 +485,7 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
         raise BundleError(f"{file}: expected JSON, {error}; fit the bundle again or restore it") from error
     if isinstance(body, dict) and repr(body.get("schema_version")) != str(SCHEMA):  # 5.0 is not 5
         raise BundleError(
-            f"{file}: expected schema_version {SCHEMA}, got {shortened(repr(body.get('schema_version')))}; fit the "
+            f"{file}: expected schema_version {SCHEMA}, got {shorten(repr(body.get('schema_version')))}; fit the "
             f"bundle again: {fit_command(body)}"
         )
     try:
@@ -502,7 +502,7 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     body = dict(pairs)
     if len(body) != len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the name {shortened(repr(name))} twice in one object")
+        raise ValueError(f"the name {shorten(repr(name))} twice in one object")
     return body
 
 
@@ -571,9 +571,9 @@ def _tensors_of(file: Path, blob: bytes) -> dict[str, Tensor]:
     for key, tensor in tensors.items():
         if tensor.dtype not in _DTYPES or tensor.ndim > MAX_AXES:
             raise BundleError(
-                f"{file}: tensor {shortened(repr(key))} has the type {tensor.dtype} and {tensor.ndim} axes, which "
+                f"{file}: tensor {shorten(repr(key))} has the type {tensor.dtype} and {tensor.ndim} axes, which "
                 "no bundle holds; fit it again"
             )
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise BundleError(f"{file}: tensor {shortened(repr(key))} has NaN or infinite values; fit the bundle again")
+            raise BundleError(f"{file}: tensor {shorten(repr(key))} has NaN or infinite values; fit the bundle again")
     return tensors

@@ -64,15 +64,15 @@ from psc_core.checks import (
     synthetic_batches,
 )
 from psc_core.compute import Compute, track_images
-from psc_core.conformal import check_rates, effective_count, equal_scores, thinned
-from psc_core.data.dataset import ImageDataset, labelled
+from psc_core.conformal import check_rates, effective_count, equal_scores, thin
+from psc_core.data.dataset import ImageDataset, label_images
 from psc_core.density import EXAMPLES, can_extend, extend_density
 from psc_core.errors import UsageError, warn
 from psc_core.fit_data import FitJob
-from psc_core.fit_parts import rounded
+from psc_core.fit_parts import round_floats
 from psc_core.heads.base import Scored
 from psc_core.images.preprocess import Pixels
-from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, joined, read_labels
+from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, join_labels, read_labels
 from psc_core.log.store import (
     IMAGE_INDEX,
     IMAGE_PATH,
@@ -94,7 +94,7 @@ from psc_core.scoring import dataset_outputs
 from psc_core.settings import FitSettings, settings_where
 from psc_core.stored_images import StoredImages
 from psc_core.tasks.base import Calibrated, Task
-from psc_core.text import aligned
+from psc_core.text import align
 
 
 def calibrate_scorer(
@@ -162,7 +162,7 @@ def with_calibration(
         policy=found.policy,
         report={
             **model.report,
-            "metrics": rounded(metrics),
+            "metrics": round_floats(metrics),
             "provenance": {**provenance, HISTORY: [*provenance.get(HISTORY, []), entry]},
         },
         version="",
@@ -279,7 +279,7 @@ def read_sample(
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
     rows = read_rows(log, name, sampled=True, days=days, columns=list(_COLUMNS))
-    logged = images_of(joined(rows, read_labels(log), name))
+    logged = images_of(join_labels(rows, read_labels(log), name))
     if not logged:
         span = f" from {days[0]} to {days[-1]}" if days else ""
         raise UsageError(f"{log.where} has no logged sampled images of {name}{span}; serve with --log-sample")
@@ -303,7 +303,7 @@ def read_outside(
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
     sample, others = set(), []
-    for batch in joined(read_rows(log, name, days=days, columns=[*_COLUMNS, "sampled"]), read_labels(log), name):
+    for batch in join_labels(read_rows(log, name, days=days, columns=[*_COLUMNS, "sampled"]), read_labels(log), name):
         is_sampled = batch["sampled"].to_pylist()
         sample |= {sha256 for sha256, is_in in zip(batch[SHA256].to_pylist(), is_sampled, strict=True) if is_in}
         others.append(batch.filter(arrow().array([not is_in for is_in in is_sampled])))
@@ -371,7 +371,7 @@ def _labelled(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> Im
 def _data(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> ImageDataset:
     source = LoggedImages(log, [image.path for image in images])
     labels = torch.zeros(len(images), dtype=torch.int64)
-    return labelled(f"images of {log.where}", model.classes, source, labels, model.preprocess)
+    return label_images(f"images of {log.where}", model.classes, source, labels, model.preprocess)
 
 
 TIMES: Final = (0, 1, 10, 100)  # numbers of training images that one image may stand for
@@ -394,7 +394,7 @@ class Extension:
             numbers = (f"{value:.4f}" for value in of_transform.values())
             rows.append([str(times), *numbers, "◀ chosen" * (times == self.times)])
         head = f"AUROC on synthetic OOD images; each of {self.images} images outside the sample counts this many times:"
-        return "\n".join([head, *aligned(rows)])
+        return "\n".join([head, *align(rows)])
 
     def warning(self) -> str:
         """Return the reason why the densities stay as they are; empty where they change."""
@@ -444,7 +444,9 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
     """Extend the densities where that is better on images made from ``real``, which neither extend nor calibrate."""
     examples = seen_examples(model)
     read = _read(model.pipeline.scorer, more, compute)
-    pipelines = {times: extended(model.pipeline, read, examples, times) if times else model.pipeline for times in TIMES}
+    pipelines = {
+        times: extend_pipeline(model.pipeline, read, examples, times) if times else model.pipeline for times in TIMES
+    }
     transforms = model.report.get("metrics", {}).get("checks", {}).get(KINDS_KEY, ())
     scorers = {times: pipeline.scorer for times, pipeline in pipelines.items()}
     names = model.checks or (DENSITY,)
@@ -457,7 +459,7 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
     return Extension(pipeline, len(more), chosen, aurocs)
 
 
-def extended(pipeline: Pipeline, read: _DensityInputs, examples: int, times: int) -> Pipeline:
+def extend_pipeline(pipeline: Pipeline, read: _DensityInputs, examples: int, times: int) -> Pipeline:
     """Return a pipeline whose densities have seen more images, each of them ``times`` times."""
     scorer, texture = pipeline.scorer, None
     found = extend_density(scorer.density, read.density_input, read.labels, examples=examples, times=times)
@@ -533,7 +535,7 @@ def recalibrate_from_sample(
         order = torch.arange(len(sample.of_class))  # That of the digests, which is random.
         count = round(CHOOSES * len(order))
         chooses, rest = sample.at(order[:count]), sample.at(order[count:])
-        real = chooses.of_class.subset(thinned(chooses.weights).nonzero()[:, 0])
+        real = chooses.of_class.subset(thin(chooses.weights).nonzero()[:, 0])
         if more is not None:
             _check_enough(real, sample)
             extension = extend(model, more, real, settings.compute())

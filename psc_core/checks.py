@@ -76,7 +76,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import BundleError, FitError
 from psc_core.images.preprocess import Pixels
 from psc_core.linalg import TAIL_FRACTION, rounding_of, tail_excess
-from psc_core.text import aligned
+from psc_core.text import align
 
 IMAGES: Final = 1000  # maximum number of images from which others are made
 REAL: Final = "real"
@@ -417,7 +417,7 @@ class CheckChoice:
         least = min(self.aurocs, key=partial(regret, self.aurocs))
         among = " of those that may be chosen" if least not in self.selectable else ""
         conclusion = f"checks: {self.chosen} has the least regret over synthetic OOD images{among}; {self.reason}"
-        return "\n".join([*aligned(rows), conclusion])
+        return "\n".join([*align(rows), conclusion])
 
     def to_json(self) -> dict[str, Any]:
         """Return the choice as a manifest records it, in JSON types."""

@@ -71,7 +71,7 @@ from psc_core.linalg import (
 from psc_core.network.cut import Backbone, feature_step, trial_input, truncate
 from psc_core.network.layers import LayerInfo, list_layers, select_layers
 from psc_core.settings import FitSettings
-from psc_core.text import aligned
+from psc_core.text import align
 
 NEAR: Final = 0.05  # largest distance of NC1 from ε at which two layers are combined
 CONSTANT: Final = 0.0  # NC1 of a layer whose values differ between images by rounding alone, which is never chosen
@@ -407,7 +407,7 @@ def to_text(report: CollapseReport, chosen: ChosenLayer) -> str:
         marks += [entry.role] if entry.role != "hidden" else []
         numbers = [f"{entry.shape[0]}×{entry.shape[1]}", f"{entry.nc1:.4f}", f"{entry.quality:.4f}"]
         rows.append([str(entry.index), entry.name, entry.form, *numbers, "  ".join(marks)])
-    lines = aligned(rows, left={1, 2, 6})
+    lines = align(rows, left={1, 2, 6})
     lines.append(f"chosen layer: {chosen.reason}")
     lines += [f"note: {note}" for note in chosen.notes]
     if report.penultimate not in chosen.layers:

@@ -110,7 +110,7 @@ class _DefaultType:
 _DEFAULT_TYPE = _DefaultType()
 
 
-def launched() -> tuple[int, int, int | None]:
+def launched_process() -> tuple[int, int, int | None]:
     """Return rank and number of the processes that ``torchrun`` started, by default 0 of 1, and this one's GPU.
 
     Processes that outnumber the GPUs of a machine share them; without GPUs it is None.
@@ -132,7 +132,7 @@ def join_processes() -> tuple[int, int]:
             "--distributed needs torchrun, WORLD_SIZE is not set; run "
             "torchrun --nproc-per-node N -m psc_core.cli.fit … --distributed"
         )
-    if (gpu := launched()[2]) is not None:
+    if (gpu := launched_process()[2]) is not None:
         torch.cuda.set_device(gpu)
     gpus = torch.cuda.device_count()
     dist.init_process_group("gloo" if 0 < gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else None)

@@ -166,7 +166,7 @@ def equal_scores(scores: Float[Tensor, " n"], weights: Float[Tensor, " n"] | Non
     return order[above.clamp(max=len(order) - 1)].flip(0)
 
 
-def thinned(weights: Float[Tensor, " n"]) -> Bool[Tensor, " n"]:
+def thin(weights: Float[Tensor, " n"]) -> Bool[Tensor, " n"]:
     """Draw images that count equally, each with probability ``w_i / w*``, for methods that need independent images.
 
     If all weights are equal, every image is drawn.

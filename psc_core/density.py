@@ -342,7 +342,7 @@ class ClassMoments(NamedTuple):
     covariance: Float[Tensor, "P P"]
 
 
-def between(class_covariance: Float[Tensor, "P P"], tied_weight: float) -> Float[Tensor, "P P"]:
+def blend(class_covariance: Float[Tensor, "P P"], tied_weight: float) -> Float[Tensor, "P P"]:
     """Return ``(1 − t) S_k + t I``."""
     tied = torch.eye(len(class_covariance), dtype=class_covariance.dtype, device=class_covariance.device)
     return (1 - tied_weight) * class_covariance + tied_weight * tied
@@ -612,7 +612,7 @@ def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> FamilyPart:
         if tied_weight is None:
             covariance, shrinkage = linalg.covariance(covariance * (n_images - 1), n_images - 1)
         else:
-            covariance, shrinkage = between(covariance, tied_weight), tied_weight
+            covariance, shrinkage = blend(covariance, tied_weight), tied_weight
         inverse = linalg.inverse_root(covariance)
         whiteners[k] = inverse.root
         constants[k] -= 0.5 * inverse.log_det

@@ -97,7 +97,7 @@ def needs(what: str, extra: str, *modules: str, error: type[PSCError] = UsageErr
         raise error(f"{what} needs {name}, which cannot be imported: {broken}; install it again") from broken
 
 
-def imported(module: str, name: str, *, error: type[PSCError]) -> Any:
+def import_from(module: str, name: str, *, error: type[PSCError]) -> Any:
     """Return the attribute ``name`` of a user's module, which may be a training script."""
     try:
         return getattr(import_module(module), name)
@@ -114,16 +114,16 @@ def of_this_machine(error: OSError | ImportError) -> str:
     """Return the cause and the cure of an error for which a file that was read is not to blame."""
     if isinstance(error, ImportError):
         return f"a package cannot be imported ({error.name or type(error).__name__}, see the log); install psc again"
-    cause = shortened(error.strerror or type(error).__name__)
+    cause = shorten(error.strerror or type(error).__name__)
     return f"{cause}; free space there, or set TMPDIR and TORCHINDUCTOR_CACHE_DIR to folders that may be written to"
 
 
-def listed(names: Sequence[str], at_most: int) -> str:
+def join_names(names: Sequence[str], at_most: int) -> str:
     """Join the first ``at_most`` names for a message, with an ellipsis if there are more."""
     return ", ".join(names[:at_most]) + (", …" if len(names) > at_most else "")
 
 
-def shortened(text: str, at_most: int = 200) -> str:
+def shorten(text: str, at_most: int = 200) -> str:
     """Return the text, or its beginning and end if it is long; input from outside may have any length."""
     half = at_most // 2
     return text if len(text) <= at_most else f"{text[:half]}…{text[-half:]}"

@@ -56,7 +56,7 @@ from psc_core.network.output import check_images, check_output, trial_images
 from psc_core.projection import FittedProjection, fit_tucker
 from psc_core.scoring import check_read_by
 from psc_core.settings import FitOptions, FitSettings, Stage, settings_where
-from psc_core.stored_images import check_thumbnail_count
+from psc_core.stored_images import check_count
 from psc_core.tasks import task_named
 
 
@@ -98,7 +98,7 @@ def project(net: nn.Module, chosen: ChosenLayer, job: FitJob) -> FittedProjectio
     return FittedProjection(largest.leading(report.c_proj, report.d_proj).cpu(), report, chosen.layers)
 
 
-def checked(settings: FitSettings, data: FitData) -> FitSettings:
+def check_settings(settings: FitSettings, data: FitData) -> FitSettings:
     """Return the settings with the task of the images and, where no head is named, the task's first."""
     temporary_folder()  # Before hours are spent on what is to be kept there.
     task = data.task_type
@@ -108,7 +108,7 @@ def checked(settings: FitSettings, data: FitData) -> FitSettings:
     task.check(settings, len(data.calibration))
     data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
     if settings.stored_images is not None:
-        check_thumbnail_count(settings.stored_images, len(data.train.classes))
+        check_count(settings.stored_images, len(data.train.classes))
     return settings
 
 
@@ -199,7 +199,7 @@ def fit(
     chosen = FitSettings(device=device_of(net)).changed(settings)
     compute = chosen.compute()
     check_apart(*loaders)
-    train = opened(loaders[0], "the training data", description)
+    train = open_images(loaders[0], "the training data", description)
     if train is loaders[0]:
         check_undescribed(train, description)
     elif description.classes is None:
@@ -221,11 +221,11 @@ def fit(
         check_images(net, images, name=type(net).__name__)
         if train.preprocess.is_known and spec_of(net) is None:
             _warn_of_no_export(net, images[:1], chosen.precision)
-    val = opened(loaders[1], "the validation data", described_as(train))
+    val = open_images(loaders[1], "the validation data", described_as(train))
     check_disjoint(train, val)
     warn_of_repeated(val)
     data = FitData.of(train, val, seed=chosen.seed, task=task, max_images=chosen.max_images)
-    chosen = checked(chosen, data)
+    chosen = check_settings(chosen, data)
     if not train.preprocess.is_known:
         warn(f"the fitted model predicts tensors, but cannot be saved: {MAKE_KNOWN}")
     job = FitJob(_decoded(data, chosen), chosen, compute)
@@ -241,7 +241,7 @@ def fit(
 def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
     """Return ``model`` calibrated on other images, see :meth:`.FittedModel.calibrate`."""
     as_fitted = LoaderDescription(model.preprocess, classes=model.classes, target=model.task.number())
-    data = opened(loader, "the calibration data", as_fitted).in_order(model.classes)
+    data = open_images(loader, "the calibration data", as_fitted).in_order(model.classes)
     check_read_by(model, data)
     settings = settings_of(model, changes)
     model.task.check_images(model.classes, data)
@@ -298,7 +298,7 @@ def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:
         )
 
 
-def opened(loader: Any, name: str, description: LoaderDescription) -> ImageDataset:
+def open_images(loader: Any, name: str, description: LoaderDescription) -> ImageDataset:
     """Return the images of a loader as a data set; a data set is returned as it is."""
     return loader if isinstance(loader, ImageDataset) else read_loader(loader, name, description)
 
@@ -519,7 +519,7 @@ def _fit(
 ) -> FittedModel:
     """Return a model of type ``model_class``, which knows its task."""
     data = _data(*images, settings, model_class.task_type.name)
-    job = _job(net, data, checked(settings, data))
+    job = _job(net, data, check_settings(settings, data))
     warn_of_repeated(images[1])
     model = fit_model(net, chosen, projection, job, **recorded).model
     warn_of_policy(model.policy, model.report["metrics"])

@@ -32,13 +32,13 @@ from psc_core.data.cache import (
     NONE,
     SHOWN_IMAGES,
     Scratch,
-    cached,
+    cache_images,
     check_unreadable,
     find_unreadable,
     only_readable,
     without,
 )
-from psc_core.data.dataset import ImageDataset, balanced, drawn, split_validation
+from psc_core.data.dataset import ImageDataset, draw, draw_balanced, split_validation
 from psc_core.data.open import check_same
 from psc_core.errors import DataError, UsageError
 from psc_core.projection import FittedProjection, Projection, ProjectionReport
@@ -82,13 +82,13 @@ class FitData:
                 f"expected the same target for training and validation, got {train.target} and {val.target}"
             )
         train, val = found.labelled(train, val)
-        return cls(balanced(train, max_images, seed), val, found, seed).checked()
+        return cls(draw_balanced(train, max_images, seed), val, found, seed).checked()
 
     @classmethod
     def without_validation(cls, train: ImageDataset, *, seed: int, max_images: int | None) -> FitData:
         """Return training images that stand in for validation images, for a stage that only chooses by them."""
         found = task_of_images(train)
-        train = balanced(found.labelled(train, train)[0], max_images, seed)
+        train = draw_balanced(found.labelled(train, train)[0], max_images, seed)
         return cls(train, train, found, seed, is_split=False).checked()
 
     def checked(self) -> FitData:
@@ -120,8 +120,8 @@ class FitData:
 
     def fewer(self, training_images: int, validation_images: int) -> FitData:
         """Return this many random images, balanced over classes, and split in the same way."""
-        train = balanced(self.train, training_images, self.seed)
-        return replace(self, train=train, val=balanced(self.val, validation_images, self.seed))
+        train = draw_balanced(self.train, training_images, self.seed)
+        return replace(self, train=train, val=draw_balanced(self.val, validation_images, self.seed))
 
     def cached(self, cache: Scratch | None) -> tuple[FitData, tuple[str, ...]]:
         """Return the same images with their pixels kept in ``cache``, and a line of text if it has no room for all."""
@@ -129,7 +129,7 @@ class FitData:
             return self, ()
         train, val = self.train, self.val
         if cache.has_room(train, val):
-            train, val = cached(train, cache.folder), cached(val, cache.folder)
+            train, val = cache_images(train, cache.folder), cache_images(val, cache.folder)
         return replace(self, train=train, val=val), cache.notes(train, val)
 
     def readable(self, at_most: int, compute: Compute | None = None) -> tuple[FitData, tuple[str, ...]]:
@@ -189,7 +189,7 @@ class FitJob:
     """The images, the settings and the device of a fit."""
 
     data: FitData
-    settings: FitSettings  # as :func:`psc_core.fit.checked` returns them
+    settings: FitSettings  # as :func:`psc_core.fit.check_settings` returns them
     compute: Compute  # device, precision, batch size, processes
 
     @classmethod
@@ -200,7 +200,7 @@ class FitJob:
     def first_evaluation(self, net: nn.Module, max_bad_images: int = 0) -> FirstLook:
         """Return how good the original network, on the device, is on a few random images."""
         train, val = (
-            only_readable(drawn(images, FIRST_EVALUATION_IMAGES, self.data.seed), max_bad_images)
+            only_readable(draw(images, FIRST_EVALUATION_IMAGES, self.data.seed), max_bad_images)
             for images in (self.data.train, self.data.val)
         )
         return self.data.task_type.first_evaluation(net, train, val, self.compute)
@@ -233,7 +233,7 @@ class Checkpoint:
         """Return the collapse report, or None where it is not finished."""
         file = self.folder / "collapse.json"
         report = CollapseReport.from_json(json.loads(file.read_text())) if file.exists() else None
-        return agreed(report, self.compute)
+        return agree(report, self.compute)
 
     def save_collapse(self, report: CollapseReport) -> None:
         """Keep a finished report."""
@@ -252,7 +252,7 @@ class Checkpoint:
             projection = FittedProjection(
                 Projection.restore(config, tensors), ProjectionReport(**report), tuple(layers)
             )
-        return agreed(projection, self.compute)
+        return agree(projection, self.compute)
 
     def save_projection(self, fitted: FittedProjection) -> None:
         """Keep a finished projection in one file: its tensors, and the rest as JSON in the metadata."""
@@ -277,7 +277,7 @@ class Checkpoint:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def agreed(stage: Stage | None, compute: Compute) -> Stage | None:
+def agree(stage: Stage | None, compute: Compute) -> Stage | None:
     """Return ``stage`` where every process has it, else None in all: files may be on the disk of one machine only."""
     have = compute.sum_(torch.tensor([float(stage is not None)]))
     return stage if int(have) == compute.world else None

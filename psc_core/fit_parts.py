@@ -57,7 +57,7 @@ from psc_core.checks import (
 from psc_core.collapse import ChosenLayer
 from psc_core.compute import Compute, autocast, passes, track_images
 from psc_core.data.cache import Scratch
-from psc_core.data.dataset import ImageDataset, drawn, stable_order
+from psc_core.data.dataset import ImageDataset, draw, stable_order
 from psc_core.density import DENSITIES, Density, Examples, fit_density
 from psc_core.errors import FitError, NetworkError
 from psc_core.features import FeatureMatrix, as_matrix, chunk_rows, side_by_side, usable
@@ -71,7 +71,7 @@ from psc_core.network.layers import LayerInfo, list_layers
 from psc_core.network.output import check_network_output, output_width
 from psc_core.pipeline import Scorer, average_positions
 from psc_core.projection import FittedProjection, Projection, ProjectionReport
-from psc_core.stored_images import StoredImages, kept_images, stored_images_of
+from psc_core.stored_images import StoredImages, choose_images, shrink
 
 Z: Final = ".z"  # beside names of layers, none of which begins with a dot
 OUTPUT: Final = ".output"  # of the network, as trained
@@ -354,7 +354,7 @@ def choose_map(
     patched: dict[str, dict[str, list[Tensor]]] = {layer: {patch: [] for patch in PATCHES} for layer in maps}
     masks: dict[str, list[Tensor]] = {patch: [] for patch in PATCHES}
     generator = torch.Generator().manual_seed(seed)
-    for batch in track_images(drawn(selection, IMAGES, seed), compute, "map: images with a synthetic patch"):
+    for batch in track_images(draw(selection, IMAGES, seed), compute, "map: images with a synthetic patch"):
         pixels = selection.preprocess.to_pixels(batch.images)
         for layer, distances in _distances(maps, features_of(pixels.to(compute.device))).items():
             real[layer].append(distances.flatten())
@@ -491,14 +491,14 @@ def _choose_map(
 
 def _stored_images(count: int, read: KeptFeatures, density: Density, data: FitData) -> StoredImages:
     """Return stored training images with their coordinates, from the features that were read."""
-    kept = kept_images(data.train, count, data.seed)
+    kept = choose_images(data.train, count, data.seed)
     images, rows = read.features.images, torch.empty(len(data.train), dtype=torch.int64)
     rows[images] = torch.arange(len(images))  # Several labels of an image have the same features.
     features = read.density_input[rows[kept]].to(density.basis.device)
     few = data.train.subset(kept)
     tensors = {
         "embedding": density.coordinates(features).float(),
-        "pixels": torch.cat([stored_images_of(few.preprocess.to_pixels(batch.images)) for batch in few.batches(BATCH)]),
+        "pixels": torch.cat([shrink(few.preprocess.to_pixels(batch.images)) for batch in few.batches(BATCH)]),
         "images": kept,
         "labels": few.first_labels(),
         "values": few.values,
@@ -521,7 +521,7 @@ def report_of(
         "metrics": {**metrics, "projection": projection_metrics(projection.report), **checks, **of_map},
         "provenance": dict(provenance or {}),
     }
-    recorded: dict[str, Any] = rounded(report)
+    recorded: dict[str, Any] = round_floats(report)
     return recorded
 
 
@@ -539,13 +539,13 @@ def projection_metrics(report: ProjectionReport) -> dict[str, Any]:
     }
 
 
-def rounded(value: Any) -> Any:
+def round_floats(value: Any) -> Any:
     """Return ``value`` with floats to 9 digits, which the version hashes; the others depend on how sums are split."""
     if isinstance(value, float):
         return float(f"{value:.9g}")
     if isinstance(value, Mapping):
-        return {key: rounded(each) for key, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: round_floats(each) for key, each in value.items()}
+    return [round_floats(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 AUROC_LOSS: Final = 0.005  # mean AUROC that may be given up for fewer components
@@ -561,7 +561,7 @@ def compare_positions(
     """Return the mean AUROC of synthetic against real images for each number of spatial components."""
     data, compute = job.data, job.compute
     step = feature_step(backbone, compute.precision)
-    few = drawn(data.train, TRAINING_IMAGES, data.seed)
+    few = draw(data.train, TRAINING_IMAGES, data.seed)
     kept, of_batches = [], []
     for features, batch in passes(few, compute, "positions: features", step):
         kept.append(batch.per_example(largest(features)).cpu())

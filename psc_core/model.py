@@ -16,7 +16,7 @@ from psc_core.bundle import SCHEMA, Bundle, Manifest, read_bundle, write_bundle
 from psc_core.checks import Checks
 from psc_core.compute import own_state, resolve_device
 from psc_core.data.loaders import LoaderDescription
-from psc_core.errors import BundleError, FitError, PSCError, UsageError, of_this_machine, shortened
+from psc_core.errors import BundleError, FitError, PSCError, UsageError, of_this_machine, shorten
 from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, Inputs, Preprocess, as_batch
 from psc_core.network.cut import Backbone
 from psc_core.network.output import See, dependence, first_dependent, trial_images
@@ -349,10 +349,10 @@ class FittedModel:
         except PSCError as error:
             raise FitError(f"the parts of {self.name!r} do not fit together: {error}") from error
         except (OSError, ImportError) as error:
-            logger.warning("the first images of %r: %s", self.name, shortened(repr(error)))
+            logger.warning("the first images of %r: %s", self.name, shorten(repr(error)))
             raise FitError(f"{self.name!r} cannot be run here: {of_this_machine(error)}") from error
         except Exception as error:  # A hostile file can make a network fail in any way.
-            logger.warning("the first images of %r: %s", self.name, shortened(repr(error)))  # clients get no details
+            logger.warning("the first images of %r: %s", self.name, shorten(repr(error)))  # clients get no details
             raise FitError(
                 f"the parts of {self.name!r} do not fit together: {type(error).__name__}, see the log; fit it again"
             ) from error

@@ -37,7 +37,7 @@ from psc_core.checks import TEXTURE, Checks, check_values
 from psc_core.compute import autocast
 from psc_core.conformal import check_rates, conformal_p_values
 from psc_core.density import Density, restore_density
-from psc_core.errors import BundleError, NetworkError, PSCError, UsageError, of_this_machine, shortened
+from psc_core.errors import BundleError, NetworkError, PSCError, UsageError, of_this_machine, shorten
 from psc_core.fitted import restore
 from psc_core.heads.base import Head, Scored
 from psc_core.images.preprocess import Images, Inputs, Preprocess, standardise
@@ -412,10 +412,10 @@ def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules
     except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
     except (OSError, ImportError) as error:
-        logger.warning("%s: %s", bundle.path, shortened(repr(error)))
+        logger.warning("%s: %s", bundle.path, shorten(repr(error)))
         raise BundleError(f"{bundle.path} is intact, but cannot be loaded here: {of_this_machine(error)}") from error
     except Exception as error:  # a hostile file can make a constructor fail in any way
-        logger.warning("%s: %s", bundle.path, shortened(repr(error)))  # clients see only the error below
+        logger.warning("%s: %s", bundle.path, shorten(repr(error)))  # clients see only the error below
         raise BundleError(
             f"{bundle.path}: the manifest and the tensors do not fit together: {type(error).__name__}, see the log; "
             "fit the bundle again"
@@ -455,7 +455,7 @@ def _restore_checks(
     wanted = {"ascending", "scales", "calibration"}
     if set(of_checks) != wanted or (texture is None and len(of_checks) != len(tensors)):
         raise BundleError(
-            f"expected checks tensors {sorted(wanted)}, got {shortened(repr(sorted(tensors)))}; fit it again"
+            f"expected checks tensors {sorted(wanted)}, got {shorten(repr(sorted(tensors)))}; fit it again"
         )
     below = 1.0 if manifest.checks.texture is None else manifest.checks.texture.counts_below
     checks = Checks(manifest.checks.names, **of_checks, texture_counts_below=below)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from psc_core.data.dataset import ImageDataset, balanced_positions
-from psc_core.errors import BundleError, UsageError, shortened
+from psc_core.errors import BundleError, UsageError, shorten
 from psc_core.images.decode import as_base64, png_of
 from psc_core.images.preprocess import Pixels
 
@@ -97,7 +97,7 @@ class StoredImages(nn.Module):
         expected = {*_AXES, *([_VALUES] if has_values else [])}
         if set(tensors) != expected:
             raise BundleError(
-                f"expected stored image tensors {sorted(expected)}, got {shortened(repr(sorted(tensors)))}; fit again"
+                f"expected stored image tensors {sorted(expected)}, got {shorten(repr(sorted(tensors)))}; fit again"
             )
         found = cls(tensors)
         if found.sizes != {**sizes, "kept": components, "channels": channels}:
@@ -166,7 +166,7 @@ def _checked(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return sizes
 
 
-def check_thumbnail_count(count: int, classes: int) -> None:
+def check_count(count: int, classes: int) -> None:
     """Check that the number of kept images covers the classes."""
     if not classes <= count <= MAX_COUNT:
         raise UsageError(
@@ -174,7 +174,7 @@ def check_thumbnail_count(count: int, classes: int) -> None:
         )
 
 
-def kept_images(train: ImageDataset, count: int, seed: int) -> Int[Tensor, " kept"]:
+def choose_images(train: ImageDataset, count: int, seed: int) -> Int[Tensor, " kept"]:
     """Draw at most ``count`` images, balanced over classes, and return their positions; avoid ambiguous images."""
     firsts = train.first_labels()
     others = train.labels != firsts.repeat_interleave(train.offsets.diff())
@@ -186,7 +186,7 @@ def kept_images(train: ImageDataset, count: int, seed: int) -> Int[Tensor, " kep
     return candidates[balanced_positions(train.subset(candidates), count, seed)]
 
 
-def stored_images_of(images: Pixels) -> UInt8[Tensor, "batch channels rows columns"]:
+def shrink(images: Pixels) -> UInt8[Tensor, "batch channels rows columns"]:
     """Shrink images to at most :data:`SIDE` pixels in each direction, keeping their proportions."""
     height, width = images.shape[2:]
     scale = SIDE / max(height, width)

@@ -21,39 +21,39 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from psc_core.errors import DataError, UsageError, listed, shortened
+from psc_core.errors import DataError, UsageError, join_names, shorten
 
 SHOWN: Final = 5  # maximum number of names in a message
 _BLANK_ENDS: Final = re.compile(r"^[\s\ufeff\u200b]+|[\s\ufeff\u200b]+$")  # with what spreadsheets leave behind
 
 
-def composed(name: str) -> str:
+def compose(name: str) -> str:
     """Return a name in Unicode's NFC, without blanks at its ends."""
     return _BLANK_ENDS.sub("", unicodedata.normalize("NFC", name))
 
 
 def class_names(classes: Any, noun: str = "classes") -> tuple[str, ...]:
-    """Return class names, listed or mapped to or from their labels, in the order of the labels, :func:`composed`."""
+    """Return class names, listed or mapped to or from their labels, in the order of the labels, :func:`compose`."""
     given = _by_label(classes, noun) if isinstance(classes, Mapping) else _listed_names(classes, noun)
     odd = [name for name in given if not isinstance(name, str)]
     if odd:
         raise UsageError(
-            f"expected {noun} to be names as text, got {shortened(repr(odd[0]))} among them; give the name of each "
+            f"expected {noun} to be names as text, got {shorten(repr(odd[0]))} among them; give the name of each "
             f'label, such as {noun}=["cat", "dog"]'
         )
-    names = tuple(composed(str(name)) for name in given)  # str: NumPy has a type of its own.
+    names = tuple(compose(str(name)) for name in given)  # str: NumPy has a type of its own.
     spelled = defaultdict[str, list[str]](list)
     for name, before in zip(names, given, strict=True):
         spelled[name].append(before)
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            raise UsageError(f"expected {noun} in UTF-8, got {shortened(ascii(name))}; rename it") from error
+            raise UsageError(f"expected {noun} in UTF-8, got {shorten(ascii(name))}; rename it") from error
     if "" in spelled:
         raise UsageError(f"expected {noun} with a name for each label, got an empty one; name it")
     if same := [each for each in spelled.values() if len(each) > 1]:
         # Escaped, because two forms of one name look alike.
-        shown = listed([" and ".join(ascii(str(name)) for name in each[:SHOWN]) for each in same], SHOWN)
+        shown = join_names([" and ".join(ascii(str(name)) for name in each[:SHOWN]) for each in same], SHOWN)
         raise UsageError(f"expected {noun} that differ from each other, {shown} are one name; name each class once")
     return names
 
@@ -63,7 +63,7 @@ def _listed_names(classes: Any, noun: str) -> list[Any]:
     of_array = getattr(classes, "tolist", None)
     found = of_array() if callable(of_array) else classes
     if isinstance(found, str | bytes) or not isinstance(found, Sequence) or not len(found):
-        kind = shortened(repr(classes)) if isinstance(classes, str | bytes) else type(classes).__name__
+        kind = shorten(repr(classes)) if isinstance(classes, str | bytes) else type(classes).__name__
         raise UsageError(
             f"expected {noun} to be a list of names in the order of the labels, got {kind}; give a list such as "
             f'{noun}=["cat", "dog"], or the mapping from names to labels'
@@ -80,7 +80,7 @@ def _by_label(classes: Mapping[Any, Any], noun: str) -> list[Any]:
     if len(found) != 1 or not pairs:
         raise UsageError(
             f"expected {noun} to map each name to its label, or each label to its name, with the labels 0 to "
-            f"{max(0, len(pairs) - 1)} once each, got {shortened(repr(dict(pairs)))}; give the names as a list in the "
+            f"{max(0, len(pairs) - 1)} once each, got {shorten(repr(dict(pairs)))}; give the names as a list in the "
             "order of the labels"
         )
     return [found[0][label] for label in range(len(pairs))]
@@ -120,7 +120,7 @@ class SeparatedValues:
     delimiter: str
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
     """Return one line for each row, which may lack its last cells, aligned right but for the columns in ``left``."""
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     formats = [f"{{:{'<' if column in left else '>'}{width}}}" for column, width in enumerate(widths)]

@@ -30,7 +30,7 @@ from starlette.types import Receive
 
 from app.errors import ClientGone, MalformedRequest, SlowUpload, TooManyImages, UnsupportedEncoding, UnsupportedMedia
 from app.inference.decoder import EncodedImage
-from psc_core.errors import all_faults, hint, shortened
+from psc_core.errors import all_faults, hint, shorten
 
 MAX_VALUES: Final = 1 << 22  # the maximum number of values in one document; parsing them takes 0.1 s
 # The maximum number of lists, objects and keys in one document; parsing them takes 0.1 s.
@@ -108,7 +108,7 @@ def parse_query(model: type[Query], request: Request) -> Query:
     given = [name for name, _ in request.query_params.multi_items()]
     for name in given:
         if name not in model.model_fields:
-            raise MalformedRequest(f"there is no parameter {shortened(name)}; {hint(name, [*model.model_fields])}")
+            raise MalformedRequest(f"there is no parameter {shorten(name)}; {hint(name, [*model.model_fields])}")
     if len(set(given)) < len(given):
         raise MalformedRequest(f"give each parameter once, got {', '.join(given)}")
     try:

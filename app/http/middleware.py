@@ -21,7 +21,7 @@ from app.memory import COPIES
 from app.metrics import Metrics
 from app.service import Service
 from app.tracing import current_trace, trace_of_request
-from psc_core.errors import shortened
+from psc_core.errors import shorten
 
 _CALLS: Final = {f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady")}
 _PROBES: Final = frozenset({"/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready", *_CALLS})
@@ -208,9 +208,9 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
     client = scope.get("client")
     extra = {
         "method": scope["method"],
-        "path": shortened(scope["path"]),
+        "path": shorten(scope["path"]),
         "status": status,
         "seconds": round(seconds, 6),
-        "client": shortened(client[0]) if client else None,
+        "client": shorten(client[0]) if client else None,
     }
     logger.info("request", extra=extra)

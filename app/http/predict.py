@@ -12,7 +12,7 @@ from pydantic import create_model
 from app.errors import IMAGES_BODY, MalformedRequest, responses
 from app.http.body import UploadLimits, has_disconnected, parse_query, query_parameters, read_images
 from app.inference.batcher import RequestMode
-from app.models import Predicted, ServedModel, explained
+from app.models import Predicted, ServedModel, explain
 from app.service import service_to_predict
 from psc_core.answers import BasePolicy, PredictQuery
 from psc_core.tasks import TASKS
@@ -86,7 +86,7 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
     model, (outputs, decisions, explanation) = served.model, predicted
     predictions = decisions.documents(outputs, model.classes, **options)
     if explanation:
-        for prediction, document in zip(predictions, explained(model, explanation), strict=True):
+        for prediction, document in zip(predictions, explain(model, explanation), strict=True):
             prediction["explanation"] = document
     document = {**served.identity, "policy": policy.model_dump(), "predictions": predictions}
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -27,7 +27,7 @@ from benchmarks.data import keep_classes, random_images
 from benchmarks.fitting import linear_output
 from benchmarks.runs import Run
 from psc_core.compute import track
-from psc_core.data.dataset import ImageDataset, balanced
+from psc_core.data.dataset import ImageDataset, draw_balanced
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.weights import load_weights, read_weights
@@ -129,7 +129,7 @@ def limited(run: Run) -> Run:
 def obtain(run: Run, job: PretrainedJob) -> Trained:
     """Open the data and load the network, which is trained first if it has no checkpoint."""
     weights = run.checkpoints / f"{job.name}.safetensors"
-    images = balanced(job.open(run, "train"), job.count * job.per_class, job.seed)
+    images = draw_balanced(job.open(run, "train"), job.count * job.per_class, job.seed)
     val = random_images(job.open(run, "val"), VAL_IMAGES, job.seed)
     test = images_to_test(run, job.open(run, "test"))
     if not weights.exists():

@@ -171,11 +171,11 @@ def fit(args: argparse.Namespace) -> None:
     if job.is_first:
         print(*job.opening(), sep="\n", flush=True)
     if args.dry_run:
-        print(steps.look(job, args.max_bad_images), flush=True)
+        print(steps.first_evaluation_text(job, args.max_bad_images), flush=True)
         print(steps.estimate(job, args.max_bad_images))
         return
     provenance = steps.checked_provenance(job)
-    job = steps.decoded(job, args)
+    job = steps.decode_images(job, args)
     if any(job.data.skipped):
         provenance |= steps.origins_of(job.data)
     checkpoint = steps.open_checkpoint(job, provenance, args)

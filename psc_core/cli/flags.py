@@ -116,7 +116,7 @@ def preprocess_from(args: argparse.Namespace, described: NetworkSpec | None = No
     if args.preset and args.preprocess:
         raise UsageError("expected --preset or --preprocess, got both; leave one out, each is a whole preprocessing")
     if args.preprocess:
-        start = named(args.preprocess)
+        start = read_preprocess(args.preprocess)
     elif args.preset or described is None or described.preprocess is None:
         start = PRESETS[args.preset or DEFAULT]
     else:
@@ -147,7 +147,7 @@ def check_unlike_replaced(near: Preprocess, unlike: Mapping[Aspect, str], args: 
             raise UsageError(f"{unlike[part]}; say how images are prepared by {remedy}")
 
 
-def named(source: str) -> Preprocess:
+def read_preprocess(source: str) -> Preprocess:
     """Read preprocessing from a JSON file, torchvision weights (``torchvision:NAME``) or timm (``timm:NAME``)."""
     library, _, name = source.partition(":")
     if library == "torchvision":

@@ -33,10 +33,10 @@ from psc_core.cli import flags
 from psc_core.collapse import CollapseReport, to_csv
 from psc_core.compute import Compute, join_processes, passes, track
 from psc_core.data.cache import Scratch, check_disjoint, only_readable
-from psc_core.data.dataset import ImageDataset, balanced
+from psc_core.data.dataset import ImageDataset, draw_balanced
 from psc_core.data.open import in_network_order, open_dataset, unread_files
 from psc_core.errors import UsageError
-from psc_core.fit import checked, fit_stages
+from psc_core.fit import check_settings, fit_stages
 from psc_core.fit_data import Checkpoint, FitData, FitJob
 from psc_core.model import FittedModel
 from psc_core.network.described import NetworkSpec, describe, is_described
@@ -162,7 +162,7 @@ def open_job(args: argparse.Namespace) -> Job:
     val = opened(args.val, split="val")
     data = FitData.of(train, val, seed=args.seed, task=args.task or DEFAULTS.task, max_images=args.max_images)
     given = {name: getattr(args, name, None) for name in FitSettings.model_fields}
-    settings = checked(FitSettings(**{name: value for name, value in given.items() if value is not None}), data)
+    settings = check_settings(FitSettings(**{name: value for name, value in given.items() if value is not None}), data)
     check_target(args.out)  # Before it is resolved, because a link is refused.
     out = args.out.resolve()
     name = args.name or out.name
@@ -200,7 +200,7 @@ def load(args: argparse.Namespace, described: NetworkSpec, outputs: int) -> tupl
     return net, replace(network, weights=(args.weights,)) if args.weights else network
 
 
-def look(job: Job, max_bad_images: int) -> str:
+def first_evaluation_text(job: Job, max_bad_images: int) -> str:
     """Return how good the original network is on a few random images, which people see before all are decoded."""
     found = job.first_evaluation(job.net, max_bad_images)
     return "\n".join([found.text, *([f"warning: {found.warning}"] if found.warning else [])])
@@ -215,12 +215,12 @@ def checked_provenance(job: Job) -> dict[str, Any]:
     return provenance
 
 
-def decoded(job: Job, args: argparse.Namespace) -> Job:
+def decode_images(job: Job, args: argparse.Namespace) -> Job:
     """Return the job with its images decoded once, without those that cannot be, and print how good the network is."""
     data, not_kept = job.data.cached(job.cache)
     job = replace(job, data=data)
     if job.is_first:
-        print(*not_kept, look(job, args.max_bad_images), sep="\n", flush=True)
+        print(*not_kept, first_evaluation_text(job, args.max_bad_images), sep="\n", flush=True)
     data, skipped = job.data.readable(args.max_bad_images, job.compute)
     if skipped:
         data.check_rates(alpha=job.settings.alpha, coverage=job.settings.coverage)
@@ -337,7 +337,7 @@ def extrapolate(sizes: tuple[int, int], seconds: tuple[float, float], images: in
 
 def rate(net: nn.Module, train: ImageDataset, compute: Compute, seed: int, max_bad_images: int) -> float:
     """Return the images per second through the network alone, decoding included."""
-    few = only_readable(balanced(train, 2 * compute.batch_size, seed), max_bad_images)
+    few = only_readable(draw_balanced(train, 2 * compute.batch_size, seed), max_bad_images)
     began = time.perf_counter()
     for _ in passes(few, compute, "one pass", net.to(compute.device)):
         pass

@@ -53,11 +53,10 @@ def parser() -> argparse.ArgumentParser:
 
 def score(args: argparse.Namespace) -> None:
     from psc_core.bundle import read_bundle
-    from psc_core.compute import launched
     from psc_core.model import load_model
     from psc_core.scoring import NamedImage, PartWriter, in_parts, named_images, write_on_ray, write_parts
 
-    rank, world, gpu = launched()
+    rank, world, gpu = launched_process()
     if args.ray and world > 1:
         raise UsageError(f"expected --ray or {world} processes of torchrun, got both; leave one out")
     device = args.device

@@ -75,13 +75,13 @@ class Scratch:
     processes: int = 1  # that keep files at the same time
 
     def open(self) -> IO[bytes]:
-        """Create a file to append to, which :func:`mapped` maps later; an OSError if there is no such folder."""
+        """Create a file to append to, which :func:`map_file` maps later; an OSError if there is no such folder."""
         return tempfile.TemporaryFile(dir=self.folder, prefix="psc-", buffering=0)
 
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Create an array of zeros, which outlives the file object; an OSError if there is no room."""
         with self.open() as file:
-            return mapped(file, shape, dtype)
+            return map_file(file, shape, dtype)
 
     def room(self) -> int:
         """Return the bytes that may be used; an OSError if there is no such folder."""
@@ -108,7 +108,7 @@ class Scratch:
         return (f"{room}, so each pass decodes them again; --cache DIR chooses another disk",)
 
 
-def mapped(file: IO[bytes], shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def map_file(file: IO[bytes], shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Return the content of a file as an array, with zeros for what it lacks."""
     size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
     os.posix_fallocate(file.fileno(), 0, size)
@@ -125,7 +125,7 @@ def pixel_bytes(dataset: ImageDataset) -> int:
     return len(dataset) * math.prod(dataset.preprocess.shape)
 
 
-def cached(dataset: ImageDataset, folder: Path | None = None) -> ImageDataset:
+def cache_images(dataset: ImageDataset, folder: Path | None = None) -> ImageDataset:
     """Return ``dataset`` with its pixels kept, or unchanged if they need no decoding or the system's disk is full."""
     if not pixel_bytes(dataset):
         return dataset

@@ -27,7 +27,7 @@ from psc_core.answers import Target
 from psc_core.errors import DataError, ImageError, UsageError
 from psc_core.images.files import read_file, sample_file
 from psc_core.images.preprocess import Preprocess
-from psc_core.text import class_names, composed
+from psc_core.text import class_names, compose
 
 RawImage = npt.NDArray[np.uint8] | npt.NDArray[np.float32]  # one image (channels, height, width)
 
@@ -204,7 +204,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ImageDataset:
-    """n labelled images, read through one :class:`Preprocess`; :func:`labelled` creates one.
+    """n labelled images, read through one :class:`Preprocess`; :func:`label_images` creates one.
 
     For a regression each image has a number, and its label is the number's bin (:mod:`psc_core.data.dataset`).
 
@@ -262,7 +262,7 @@ class ImageDataset:
 
     def in_order(self, classes: Sequence[str]) -> ImageDataset:
         """Return the labels in the order of ``classes``; the data set itself if the class names differ."""
-        classes = tuple(map(composed, classes))
+        classes = tuple(map(compose, classes))
         absent = {*classes} - {*self.classes}
         is_whole = len({*classes}) == len(classes) and {*self.classes} <= {*classes}
         if classes == self.classes or not is_whole or (absent and self.names_empty_classes):
@@ -325,7 +325,7 @@ class ImageDataset:
         return sha.hexdigest()
 
 
-def labelled(
+def label_images(
     name: str, classes: Sequence[str], source: ImageSource, labels: Tensor, preprocess: Preprocess
 ) -> ImageDataset:
     """Create a data set of the n images in ``source`` with class indices (n,), or (n, r) for r labels each."""
@@ -385,11 +385,11 @@ def held_out(dataset: ImageDataset, split: str, every: int) -> ImageDataset:
     return dataset.subset(position[is_val if split == "val" else ~is_val])
 
 
-def drawn(dataset: ImageDataset, count: int, seed: int = 0) -> ImageDataset:
+def draw(dataset: ImageDataset, count: int, seed: int = 0) -> ImageDataset:
     return dataset.subset(torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))[:count])
 
 
-def balanced(dataset: ImageDataset, count: int | None, seed: int = 0) -> ImageDataset:
+def draw_balanced(dataset: ImageDataset, count: int | None, seed: int = 0) -> ImageDataset:
     """Draw at most ``count`` images (None: all), equally many of each class if it has them, and keep their order."""
     if count is None or count >= len(dataset):
         return dataset
@@ -397,7 +397,7 @@ def balanced(dataset: ImageDataset, count: int | None, seed: int = 0) -> ImageDa
 
 
 def balanced_positions(dataset: ImageDataset, count: int, seed: int = 0) -> Tensor:
-    """Return the positions of the images that :func:`balanced` draws, ``int64``, ascending."""
+    """Return the positions of the images that :func:`draw_balanced` draws, ``int64``, ascending."""
     firsts = dataset.first_labels()
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     by_class = order[stable_order(firsts[order])]
@@ -427,7 +427,7 @@ def known_values(values: Tensor | None) -> Tensor:
     return values
 
 
-def measured(
+def number_images(
     name: str, target: Target, source: ImageSource, values: Float[Tensor, " n"], preprocess: Preprocess
 ) -> ImageDataset:
     """Create a data set of the n images in ``source`` with target ``values``, all in one bin."""

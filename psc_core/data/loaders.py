@@ -27,15 +27,15 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from psc_core.answers import UNNAMED, Target
-from psc_core.data.cache import HOLD_OUT, REPEATED, Scratch, image_keys, mapped
-from psc_core.data.dataset import ImageDataset, TensorSource, check_labels, labelled, measured
+from psc_core.data.cache import HOLD_OUT, REPEATED, Scratch, image_keys, map_file
+from psc_core.data.dataset import ImageDataset, TensorSource, check_labels, label_images, number_images
 from psc_core.data.open import SHOWN_CLASSES
-from psc_core.errors import DataError, LoaderWarning, PSCError, UsageError, listed, warn
+from psc_core.errors import DataError, LoaderWarning, PSCError, UsageError, join_names, warn
 from psc_core.images import BACKGROUNDS
 from psc_core.images.decode import IMAGE_FORMATS
 from psc_core.images.described import as_preprocess
-from psc_core.images.preprocess import Preprocess, as_batch, check_known, described, mode_of, read_image
-from psc_core.text import class_names, composed
+from psc_core.images.preprocess import Preprocess, as_batch, check_known, describe_image, mode_of, read_image
+from psc_core.text import class_names, compose
 
 READ_TWICE: Final = 8  # examples that are read twice to see whether they change; a random flip may spare some of them
 OTHER: Final = 0.02  # tolerance of the mean difference of input and file, on the [0, 1] scale; other filters make 0.01
@@ -93,7 +93,7 @@ def warn_of_files(data: Any, name: str, preprocess: Preprocess) -> None:
     for remedy in dict.fromkeys(each[2] for each in found.values()):
         wrong = {kind: each for kind, each in found.items() if each[2] == remedy}
         share = sum(part * len(kinds[kind]) for kind, (_, part, _) in wrong.items()) / count
-        which = f" in {share:.1%} of them ({listed(list(wrong), SHOWN_KINDS)})" if share < 1 else ""
+        which = f" in {share:.1%} of them ({join_names(list(wrong), SHOWN_KINDS)})" if share < 1 else ""
         warn(
             f"files of {name} read as {preprocess} differ from the loader's inputs by "
             f"{max(each[0] for each in wrong.values()):.0%} of white{which}: a service would answer for other images "
@@ -413,14 +413,14 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
     if target is not None:
         if labels.ndim != 1:
             raise DataError(f"{name}: expected one number for each image, got labels of shape (n, {labels.shape[1]})")
-        return measured(name, target, source, labels.double(), preprocess)
+        return number_images(name, target, source, labels.double(), preprocess)
     labels = _class_indices(labels, name, None if classes is None else len(classes))
     is_named = {*own} <= {*(classes or ())} and 0 <= int(labels.min()) <= int(labels.max()) < len(own)
     if classes is not None and is_named:  # The data set may name them in another order, or lack some.
         labels = torch.tensor([classes.index(each) for each in own])[labels]
     last = int(labels.max())
     names = tuple(classes) if classes is not None else own if len(own) == last + 1 else _numbered(last, name)
-    return labelled(name, names, source, labels, preprocess)
+    return label_images(name, names, source, labels, preprocess)
 
 
 def spool(
@@ -468,7 +468,7 @@ def spool(
         if first is None:
             raise DataError(f"{name} gave no images; an iterator gives them only once, so give the loader itself")
         joined = _joined(labels, name)
-        kept = mapped(file, (len(joined), *first.shape[1:]), first.dtype)
+        kept = map_file(file, (len(joined), *first.shape[1:]), first.dtype)
     return kept, joined, low.tolist(), high.tolist()
 
 
@@ -495,7 +495,7 @@ def check_loader(data: Any, name: str) -> None:
         return
     raise UsageError(
         f"expected a DataLoader, a data set of (image, label) or an iterable of batches for {name}, got "
-        f"{described(data)}{instead}"
+        f"{describe_image(data)}{instead}"
     )
 
 
@@ -522,7 +522,9 @@ def _pair(element: Any, where: str) -> tuple[Any, Any]:
         )
     if isinstance(element, tuple | list) and len(element) >= 2:
         return element[0], element[1]
-    raise DataError(f"{where}: expected (images, labels), got {described(element)}; put a single batch into a list")
+    raise DataError(
+        f"{where}: expected (images, labels), got {describe_image(element)}; put a single batch into a list"
+    )
 
 
 def _images_of(images: Any, where: str, preprocess: Preprocess | None) -> npt.NDArray[Any]:
@@ -537,8 +539,8 @@ def _images_of(images: Any, where: str, preprocess: Preprocess | None) -> npt.ND
         return _inputs_of(images, where)
     if preprocess is None:
         raise UsageError(
-            f"{where}: images that are not float inputs ({described(next(iter(images), images))}) need preprocess=…, "
-            "which says how they become inputs"
+            f"{where}: images that are not float inputs ({describe_image(next(iter(images), images))}) need "
+            "preprocess=…, which says how they become inputs"
         )
     return np.stack([_read(image, preprocess) for image in images])
 
@@ -627,7 +629,7 @@ def _own_names(data: Any) -> tuple[str, ...]:
     changed = getattr(dataset, "target_transform", None) is not None
     if changed or not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
         return ()
-    names = tuple(map(composed, names))
+    names = tuple(map(compose, names))
     return names if len({*names}) == len(names) else ()
 
 
@@ -638,7 +640,7 @@ def _check_names(own: Sequence[str], classes: Sequence[str], name: str) -> None:
         if each in classes and classes.index(each) != label:
             raise DataError(
                 f"{name}: expected label {classes.index(each)} for class {each!r}, its data set gives {label} and has "
-                f"a class {unknown!r}, which is none of {listed(classes, SHOWN_CLASSES)}; leave its images out, or "
+                f"a class {unknown!r}, which is none of {join_names(classes, SHOWN_CLASSES)}; leave its images out, or "
                 "name it as the others do"
             )
 

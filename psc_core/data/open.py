@@ -49,29 +49,29 @@ from psc_core.data.dataset import (
     ImageDataset,
     concatenate,
     held_out,
-    labelled,
-    measured,
+    label_images,
+    number_images,
 )
-from psc_core.errors import DataError, UsageError, imported, listed, shortened
+from psc_core.errors import DataError, UsageError, import_from, join_names, shorten
 from psc_core.images import SUFFIXES
 from psc_core.images.described import as_preprocess
 from psc_core.images.files import files_below, is_hidden, unread_below, unread_beside
 from psc_core.images.preprocess import Preprocess
-from psc_core.text import check_columns, composed, is_number, number_marks, open_csv, parse_number
+from psc_core.text import check_columns, compose, is_number, number_marks, open_csv, parse_number
 
 SHOWN_CLASSES = 10  # maximum number of class names in an error message
 
 
 def match(images: Sequence[str], outputs: Sequence[str], name: str) -> tuple[tuple[str, ...], str]:
     """Put class names into the order of the network's outputs, with a note; codes for them keep their order."""
-    found = _in_order(images, outputs, composed) or _in_order(images, outputs, _plain)
+    found = _in_order(images, outputs, compose) or _in_order(images, outputs, _plain)
     if found is not None:
         moved = found != tuple(images)
         return found, "classes are in the order of the network's outputs, by their names" if moved else ""
     if len(images) == len(outputs) and {*map(_plain, images)}.isdisjoint(map(_plain, outputs)):
         return tuple(images), (
-            f"no class of {name} has a name of the network's ({listed(outputs, SHOWN_CLASSES)}); their order is taken "
-            "to be that of its outputs"
+            f"no class of {name} has a name of the network's ({join_names(outputs, SHOWN_CLASSES)}); their order is "
+            "taken to be that of its outputs"
         )
     raise _other_classes(images, outputs, name, "network's")
 
@@ -86,15 +86,15 @@ def in_network_order(data: ImageDataset, outputs: Sequence[str] | None) -> tuple
 
 def check_same(data: ImageDataset, classes: Sequence[str], whose: str) -> None:
     """Check that a data set has exactly these classes in this order; ``whose`` is such as ``"network's"``."""
-    if data.classes != tuple(map(composed, classes)):
+    if data.classes != tuple(map(compose, classes)):
         raise _other_classes(data.classes, classes, data.name, whose)
 
 
 def _other_classes(images: Sequence[str], expected: Sequence[str], name: str, whose: str) -> DataError:
     """Return the error for images with other classes, which lists the names that only one side has."""
-    for key in (_plain, composed):
+    for key in (_plain, compose):
         odd = {"unknown": _without(images, expected, key), "missing": _without(expected, images, key)}
-        differences = [f"{what}: {listed(names, SHOWN_CLASSES)}" for what, names in odd.items() if names]
+        differences = [f"{what}: {join_names(names, SHOWN_CLASSES)}" for what, names in odd.items() if names]
         if differences:
             break
     in_common = "in another order" if len(images) == len(expected) else "some share a name"
@@ -120,8 +120,8 @@ def _in_order(images: Sequence[str], outputs: Sequence[str], key: Callable[[str]
 
 
 def _plain(name: str) -> str:
-    shown = "".join(each for each in composed(name) if unicodedata.category(each) != "Cf")
-    return composed(re.sub(r"[\s_-]+", " ", shown).casefold())
+    shown = "".join(each for each in compose(name) if unicodedata.category(each) != "Cf")
+    return compose(re.sub(r"[\s_-]+", " ", shown).casefold())
 
 
 FILE_COLUMN: Final = "file"  # the name of the column of paths
@@ -148,13 +148,13 @@ def open_table(
     source = _files_of(path, file_column, columns.pop(file_column))
     if not labelled_images:
         stem = path.stem.encode(errors="replace").decode()  # One class may have any name.
-        return labelled(str(path), [stem], source, torch.zeros(len(source), dtype=torch.int64), preprocess)
+        return label_images(str(path), [stem], source, torch.zeros(len(source), dtype=torch.int64), preprocess)
     name = _chosen(path, column, [*columns], file_column)
     entries = [*map(_cell, columns[name])]
     marks = number_marks([entry for entry in entries if isinstance(entry, str)], delimiter)
     if numbers is not False and _are_numbers(path, name, entries, by_request=numbers is True):
         values = _checked_numbers(path, name, entries, marks)
-        data = measured(str(path), Target.of(name, unit), source, values, preprocess)
+        data = number_images(str(path), Target.of(name, unit), source, values, preprocess)
         _check_repeated(path, source, name, entries, values.tolist())
         return replace(data, notes=_reading(path, name, entries, marks))
     if unit:
@@ -165,7 +165,7 @@ def open_table(
     # Class indices count in their own order: "10" comes after "9".
     classes = sorted({*labels}, key=(lambda label: (int(label), label)) if are_indices else None)
     position = {label: index for index, label in enumerate(classes)}
-    data = labelled(str(path), classes, source, torch.tensor([position[label] for label in labels]), preprocess)
+    data = label_images(str(path), classes, source, torch.tensor([position[label] for label in labels]), preprocess)
     return replace(data, names_empty_classes=False)
 
 
@@ -173,7 +173,7 @@ def _chosen(path: Path, name: str | None, others: Sequence[str], file_column: st
     shown = f"the columns {', '.join(others) or 'none'} beside that of the files, {file_column!r}"
     if name is None and len(others) != 1:
         raise UsageError(f"{path} has {shown}; choose one with --target")
-    chosen = others[0] if name is None else composed(name)
+    chosen = others[0] if name is None else compose(name)
     if chosen not in others:
         raise UsageError(f"{path} has no column {chosen!r}, it has {shown}; choose one with --target")
     return chosen
@@ -295,7 +295,7 @@ def _class_names(path: Path, column: str, entries: Sequence[Any], marks: str | N
                 "class, under another name if it is called so, or leave the image out"
             )
         if not isinstance(entry, str | int | float | Decimal | date):
-            raise DataError(f"{path}: row {row} has {column} {shortened(repr(entry))}, expected the name of one class")
+            raise DataError(f"{path}: row {row} has {column} {shorten(repr(entry))}, expected the name of one class")
         number = None if marks is None else _number(path, column, row, entry, marks)
         name = str(entry) if marks is None else _index(entry, number)
         if name is None:
@@ -305,7 +305,7 @@ def _class_names(path: Path, column: str, entries: Sequence[Any], marks: str | N
                 else f"expected a class index of at most {MAX_DIGITS} digits, as in other rows; give its class, under "
                 "another name if it is called so, or leave the image out"
             )
-            raise DataError(f"{path}: row {row} has {column} {shortened(repr(entry))}, {advice}")
+            raise DataError(f"{path}: row {row} has {column} {shorten(repr(entry))}, {advice}")
         if marks is not None and (other := spelled.setdefault(int(name), name)) != name:
             raise DataError(
                 f"{path}: row {row} has {column} {name!r}, a row before it {other!r}; write a class one way"
@@ -344,7 +344,7 @@ def _read_parquet(path: Path) -> dict[str, list[Any]]:
         table = parquet.ParquetFile(path).read()
     except (OSError, ArrowException) as error:
         raise DataError(f"cannot read the table {path}: {error}") from error
-    names = [composed(name) for name in table.column_names]
+    names = [compose(name) for name in table.column_names]
     check_columns(path, names)
     return {name: column.to_pylist() for name, column in zip(names, table.columns, strict=True)}
 
@@ -361,7 +361,7 @@ def _columns_of(path: Path, rows: Sequence[Sequence[str]]) -> dict[str, list[Any
                 "quotation marks around a value that holds what separates the columns"
             )
     kept = [at for at, name in enumerate(header) if name.strip() or any(row[at].strip() for row in others)]
-    names = [composed(header[at]) for at in kept]
+    names = [compose(header[at]) for at in kept]
     check_columns(path, names)
     if image := next((name for name in names if name.lower().endswith(SUFFIXES)), None):
         raise DataError(f"{path} has no header, its first row holds the file {image}; add the line file,label above it")
@@ -375,7 +375,7 @@ def _cell(entry: Any) -> Any:
             entry = entry.decode()
     if isinstance(entry, bool):
         return str(entry)
-    return composed(entry) if isinstance(entry, str) else entry
+    return compose(entry) if isinstance(entry, str) else entry
 
 
 SEEDS = (0, 1)  # seeds for the angles of rotated-mnist's training and test images
@@ -426,18 +426,18 @@ def _idx_pair(root: Path, folder: str, split: str) -> tuple[ArraySource, Tensor]
 
 
 def mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    return held_out(labelled("mnist", _DIGITS, *_idx_pair(root, "MNIST", split), preprocess), split, every=12)
+    return held_out(label_images("mnist", _DIGITS, *_idx_pair(root, "MNIST", split), preprocess), split, every=12)
 
 
 def fashion_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
-    whole = labelled("fashion-mnist", _FASHION, *_idx_pair(root, "FashionMNIST", split), preprocess)
+    whole = label_images("fashion-mnist", _FASHION, *_idx_pair(root, "FashionMNIST", split), preprocess)
     return held_out(whole, split, every=12)
 
 
 def ambiguous_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
     source, labels = _idx_pair(root, "AmbiguousMNIST", split)
     labels = labels if split == "train" else labels[:, 0]
-    return held_out(labelled("ambiguous-mnist", _DIGITS, source, labels, preprocess), split, every=2)
+    return held_out(label_images("ambiguous-mnist", _DIGITS, source, labels, preprocess), split, every=2)
 
 
 def dirty_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
@@ -451,7 +451,7 @@ def cifar10(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
     classes = sorted(set(folders))
     source = EncodedSource(list(files), list(files.values()))
     labels = torch.tensor([classes.index(folder) for folder in folders])
-    return held_out(labelled("cifar10", classes, source, labels, preprocess), split, every=10)
+    return held_out(label_images("cifar10", classes, source, labels, preprocess), split, every=10)
 
 
 def rotated_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDataset:
@@ -465,7 +465,7 @@ def rotated_mnist(root: Path, split: str, preprocess: Preprocess) -> ImageDatase
     ]
     target = Target(name="angle", unit="degrees")
     return held_out(
-        measured("rotated-mnist", target, ArraySource(np.stack(turned)), angles, preprocess), split, every=12
+        number_images("rotated-mnist", target, ArraySource(np.stack(turned)), angles, preprocess), split, every=12
     )
 
 
@@ -582,7 +582,7 @@ def image_folder(
     labels = torch.arange(len(folders)).repeat_interleave(torch.tensor([len(files) for files in names]))
     source = FileSource(root, np.concatenate(names))
     classes = [folder.name.encode(errors="replace").decode() for folder in folders]  # One class may have any name.
-    data = labelled(str(root), classes, source, labels, preprocess)
+    data = label_images(str(root), classes, source, labels, preprocess)
     if [*data.classes] == sorted(data.classes):
         return data
     note = (
@@ -605,7 +605,7 @@ def _from_factory(module: str, name: str, split: str, preprocess: Preprocess) ->
     if not module or module.startswith("."):
         raise DataError(f"expected package.module:factory, not a path, got {module}:{name}")
     try:
-        factory = imported(module, name, error=DataError)
+        factory = import_from(module, name, error=DataError)
     except (ImportError, AttributeError) as error:
         raise DataError(
             f"expected a directory, one of {', '.join(f'{k}:ROOT' for k in BUILT_IN)}, or "

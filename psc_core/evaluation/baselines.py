@@ -35,10 +35,10 @@ from torch.nn import functional
 
 from psc_core import linalg
 from psc_core.compute import Compute, passes
-from psc_core.data.dataset import ImageDataset, drawn
+from psc_core.data.dataset import ImageDataset, draw
 from psc_core.density import DENSITIES, ClasswiseDensity, Density, Examples, fit_density
 from psc_core.errors import FitError, NetworkError
-from psc_core.evaluation.evaluate import PlainNetwork
+from psc_core.evaluation.evaluate import OriginalNetwork
 from psc_core.features import chunk_rows, usable
 from psc_core.heads.base import entropy
 from psc_core.heads.softmax import TEMPERATURES
@@ -113,7 +113,7 @@ class Baselines:
         return BaselineOutputs(scores, {"original": logits.softmax(1), "temperature": tempered.softmax(1)})
 
 
-class PlainClassifier(PlainNetwork):
+class PlainClassifier(OriginalNetwork):
     """A classifier as it was trained, shown beside its PSC."""
 
     def score(self, images: Images) -> BaselineOutputs:
@@ -197,7 +197,7 @@ def _training_features(
     backbone: Backbone, train: ImageDataset, compute: Compute, seed: int
 ) -> tuple[Float[Tensor, "images dim"], Int[Tensor, " examples"], Int[Tensor, " examples"]]:
     """Return the features of a random subset, and the image index and label of each labelled example in it."""
-    subset = drawn(train, BANK_IMAGES, seed)
+    subset = draw(train, BANK_IMAGES, seed)
     kept, image_index, labels = [], [], []
     images = 0
     step = partial(penultimate_and_logits, backbone)

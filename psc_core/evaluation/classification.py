@@ -41,7 +41,7 @@ from psc_core.network.load import bounded_size, load_network
 from psc_core.scoring import scored_batches
 from psc_core.settings import BATCH_IMAGES
 from psc_core.tasks.classification import ACCEPT
-from psc_core.text import aligned
+from psc_core.text import align
 
 
 class Losses(NamedTuple):
@@ -154,7 +154,7 @@ def compare_scores(ood: str, scores: Mapping[str, Separation]) -> str:
     best = max(others, key=lambda name: scores[name].auroc)
     better = [name for name in others if is_significant(scores[name].auroc_difference, sign=-1)]
     difference = scores[best].auroc_difference
-    numbers = f"AUROC {psc.auroc:.4f} against {scores[best].auroc:.4f}, difference {signed(difference)}"
+    numbers = f"AUROC {psc.auroc:.4f} against {scores[best].auroc:.4f}, difference {format_difference(difference)}"
     if better:
         return f"{ood}: PSC loses to {', '.join(better)}; the best is {best} ({numbers})."
     if is_significant(difference):
@@ -188,7 +188,7 @@ def is_significant(difference: Difference, *, sign: int = 1) -> bool:
     return sign * difference.value > STANDARD_ERRORS * difference.standard_error
 
 
-def signed(difference: Difference) -> str:
+def format_difference(difference: Difference) -> str:
     """Format a difference as ``+0.0100 ± 0.0010``."""
     return f"{difference.value:+.4f} ± {difference.standard_error:.4f}"
 
@@ -218,7 +218,7 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def to_text(self) -> str:
-        head, *lines = aligned([self.header, *self.rows])
+        head, *lines = align([self.header, *self.rows])
         rule = "─" * max(map(len, (head, *lines)))
         return "\n".join([self.title, head, rule, *lines])
 
@@ -311,7 +311,7 @@ class ClassificationReport(Report):
             [
                 name,
                 *(f"{value:.4f}" for value in (s.auroc, s.aupr_in, s.aupr_out, s.fpr95)),
-                "" if name == PRIMARY else signed(s.auroc_difference),
+                "" if name == PRIMARY else format_difference(s.auroc_difference),
             ]
             for name, s in ranked
         ]

@@ -84,7 +84,7 @@ class Report(ABC):
 
 
 @dataclass(frozen=True)
-class PlainNetwork:
+class OriginalNetwork:
     """A network as it was trained, in the precision of the model, so that the two differ only by the fit."""
 
     net: nn.Module  # on the device, with the outputs from which its task predicts

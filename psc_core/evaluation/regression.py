@@ -18,7 +18,7 @@ from psc_core import metrics
 from psc_core.compute import Compute
 from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.data.open import is_table, open_dataset
-from psc_core.evaluation.evaluate import PRIMARY, Evaluator, ObservedRate, PlainNetwork, Report, observed_rate
+from psc_core.evaluation.evaluate import PRIMARY, Evaluator, ObservedRate, OriginalNetwork, Report, observed_rate
 from psc_core.model import PSCRegressor
 from psc_core.scoring import scored_batches
 from psc_core.settings import BATCH_IMAGES
@@ -95,7 +95,7 @@ def _rate(rate: ObservedRate, *, inverted: bool = False) -> str:
     return f"{seen:.2%} ({low:.2%} to {high:.2%}), stated {nominal:.2%}"
 
 
-class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, PlainNetwork]):
+class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, OriginalNetwork]):
     def open_images(
         self, model: PSCRegressor, spec: str, *, split: str = "test", target: str | None = None
     ) -> ImageDataset:
@@ -106,15 +106,15 @@ class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, PlainNetwork]):
         data = opened(numbers=True, target=target or wanted.name, unit=wanted.unit)
         return replace(data, target=wanted)
 
-    def original_network(self, net: nn.Module, data: ImageDataset, compute: Compute) -> PlainNetwork:
-        return PlainNetwork(net.to(compute.device), data.preprocess, compute.precision)
+    def original_network(self, net: nn.Module, data: ImageDataset, compute: Compute) -> OriginalNetwork:
+        return OriginalNetwork(net.to(compute.device), data.preprocess, compute.precision)
 
     @torch.inference_mode()
     def score_images(
         self,
         model: PSCRegressor,
         data: ImageDataset,
-        baselines: PlainNetwork | None = None,
+        baselines: OriginalNetwork | None = None,
         *,
         batch_images: int = BATCH_IMAGES,
     ) -> ScoredNumbers:

@@ -22,14 +22,14 @@ import numpy.typing as npt
 import torch
 
 from psc_core.answers import ACCEPT
-from psc_core.data.dataset import ImageDataset, labelled
+from psc_core.data.dataset import ImageDataset, label_images
 from psc_core.errors import UsageError
 from psc_core.log.store import IMAGE_PATH, SHA256, Log, LoggedImages, days_of, is_stored, logged_model, read_rows
 from psc_core.metrics import RateInterval, weighted_interval, weighted_median
 from psc_core.model import FittedModel
 from psc_core.scoring import dataset_outputs
 from psc_core.tasks.base import FloatArray, Outputs, Task
-from psc_core.text import composed
+from psc_core.text import compose
 
 _COLUMNS: Final = [SHA256, IMAGE_PATH, "label", "decision", "sampled", "sample_probability"]
 SHOWN_IMAGES: Final = 8  # maximum number of images that are shown for each flip
@@ -182,7 +182,7 @@ def replay(
     if not rows:
         raise UsageError(f"{log.where} has no logged images of {name}; see --log-images and --log-sample of psc-serve")
     source, labels = LoggedImages(log, paths), torch.zeros(len(paths), dtype=torch.int64)
-    images = labelled(f"the log {log.where}", model.classes, source, labels, model.preprocess)
+    images = label_images(f"the log {log.where}", model.classes, source, labels, model.preprocess)
     outputs = model.outputs(dataset_outputs(model, images, "replay").packed.numpy())
     scores, task, decisions = outputs["ood_score"].tolist(), model.task, model.decide(outputs)
     codes = zip(decisions.decision.tolist(), decisions.labels(model.classes), strict=True)
@@ -209,7 +209,7 @@ def _logged(
         for index, (sha256, path, label, decision, is_sampled, probability) in enumerate(cells):
             stored[index] = is_stored(sha256, path)
             if stored[index]:
-                before = answers.setdefault((decision, label), Decided(decision, label and composed(label)))
+                before = answers.setdefault((decision, label), Decided(decision, label and compose(label)))
                 weight = weights.setdefault(probability, 1 / probability) if is_sampled else None
                 rows.append((before, weight, at.setdefault(path, len(at))))
         absent = np.full(batch.num_rows, np.nan, np.float32)

@@ -157,13 +157,13 @@ class ClassifierHead(Head):
         return UncertaintyDecomposition(total, torch.zeros_like(total))
 
     def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
-        return scored(*self(features))
+        return score_classes(*self(features))
 
     def explain(self, features: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:
         return dict(self.decompose(features)._asdict())
 
 
-def scored(
+def score_classes(
     probabilities: Float[Tensor, "batch classes"],
     epistemic: Float[Tensor, " batch"],
     energy: Float[Tensor, " batch"],

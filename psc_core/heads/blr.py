@@ -114,7 +114,7 @@ def fit_blr(data: RegressionData) -> BayesianLinearHead:
     noise = fit_noise(data, posterior)
     bias_deviation = 1 / math.sqrt(posterior.noise_precision * posterior.images)
 
-    mean, factor, nll = scaled(data, *predict(data, posterior, noise))
+    mean, factor, nll = scale_posterior(data, *predict(data, posterior, noise))
     unit = data.scale * math.sqrt(factor)
     shift = 2 * unit.log()
     return BayesianLinearHead(
@@ -181,7 +181,7 @@ def fit_noise(data: RegressionData, posterior: LinearPosterior) -> Noise:
     same = squares.mean().log()
     options = [Noise(torch.zeros_like(posterior.mean), same, torch.stack([same, same]), math.inf)]
     options += [fit_log_variance(phi, squares, penalty) for penalty in PENALTIES]
-    losses = [scaled(data, *predict(data, posterior, noise)).nll for noise in options]
+    losses = [scale_posterior(data, *predict(data, posterior, noise)).nll for noise in options]
     return options[losses.index(min(losses))]
 
 
@@ -232,7 +232,7 @@ class Scaled(NamedTuple):
     nll: float  # with the factor, nats
 
 
-def scaled(data: RegressionData, mean: Float[Tensor, " m"], variance: Float[Tensor, " m"]) -> Scaled:
+def scale_posterior(data: RegressionData, mean: Float[Tensor, " m"], variance: Float[Tensor, " m"]) -> Scaled:
     """Return the mean that is served, the factor that makes its errors as large as stated, and the NLL with it."""
     served = mean if data.selection_mean is None else data.selection_mean
     factor = ((data.selection_values - served).square() / variance).mean().clamp(min=1 / LARGEST_PRECISION)

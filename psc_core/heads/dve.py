@@ -49,7 +49,7 @@ from torch.nn import functional
 from psc_core.errors import FitError
 from psc_core.features import FeatureMatrix, blocks
 from psc_core.heads.base import RegressionData, RegressionHead, RegressionOutput
-from psc_core.heads.blr import fit_posterior, gaussian_nll, scaled
+from psc_core.heads.blr import fit_posterior, gaussian_nll, scale_posterior
 from psc_core.linalg import eigh, fix_signs
 
 BLOCK: Final = 1 << 13  # number of neighbour images that distances are computed to at once
@@ -312,7 +312,7 @@ def fit_dve(data: RegressionData) -> DeepVecchiaHead:
         "value_scale": data.scale,
         "deviation_factor": torch.ones(()),
     }
-    mean, factor, nll = scaled(data, *predict(DeepVecchiaHead(tensors, record={}).to(device), data))
+    mean, factor, nll = scale_posterior(data, *predict(DeepVecchiaHead(tensors, record={}).to(device), data))
     return DeepVecchiaHead(
         {**tensors, "deviation_factor": torch.tensor(math.sqrt(factor))},
         record={

@@ -56,7 +56,7 @@ from psc_core.heads.base import (
     Scored,
     UncertaintyDecomposition,
     entropy,
-    scored,
+    score_classes,
 )
 from psc_core.heads.softmax import choose_posterior, choose_softmax
 
@@ -159,7 +159,7 @@ class LaplaceHead(ClassifierHead):
 
     def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
         mean, probabilities, total, information = self.posterior(features)
-        return scored(probabilities, information.clamp_(max=total), -mean.logsumexp(dim=1), total)
+        return score_classes(probabilities, information.clamp_(max=total), -mean.logsumexp(dim=1), total)
 
 
 class Kfac(NamedTuple):

@@ -54,7 +54,7 @@ from psc_core import linalg
 from psc_core.compute import track
 from psc_core.errors import NetworkError
 from psc_core.features import FeatureMatrix, as_matrix, blocks
-from psc_core.heads.base import ClassifierHead, ClassifierOutput, Scored, scored
+from psc_core.heads.base import ClassifierHead, ClassifierOutput, Scored, score_classes
 from psc_core.metrics import label_nll
 
 CURVATURE_EXAMPLES: Final = 8192  # that the curvature is measured on, unless the columns ask for more
@@ -172,7 +172,7 @@ def nll(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[
     return functional.cross_entropy(logits, labels, reduction="none").double()
 
 
-def tempered(
+def divide_by_temperature(
     mean: Float[Tensor, "n classes"], variance: Float[Tensor, " n #classes"], temperature: float
 ) -> Float[Tensor, "n classes"]:
     """Return the probit logits ``μ / √(T² + π s² / 8)``."""
@@ -191,7 +191,7 @@ def choose_posterior(
     for factor in STRONGER:
         variance = variance_with(factor * prior_precision)
         temperature = choose_temperature(mean, variance, labels)
-        selection_nll = nll(tempered(mean, variance, temperature), labels).mean().item()
+        selection_nll = nll(divide_by_temperature(mean, variance, temperature), labels).mean().item()
         found.append(Choice(factor * prior_precision, temperature, selection_nll))
     least = min(choice.selection_nll for choice in found)
     limit = least + max(COST[0] * least, COST[1])
@@ -209,7 +209,7 @@ def choose_temperature(
 
     def loss(log_temperature: float) -> float:
         prior = PRIOR_IMAGES * (math.exp(-log_temperature) - 1 + log_temperature)
-        return nll(tempered(mean, variance, math.exp(log_temperature)), labels).sum().item() + prior
+        return nll(divide_by_temperature(mean, variance, math.exp(log_temperature)), labels).sum().item() + prior
 
     limits = (math.log(TEMPERATURES[0]), math.log(TEMPERATURES[1]))
     from scipy.optimize import minimize_scalar  # Imported here, so that a service does not load it.
@@ -349,7 +349,7 @@ class TemperatureHead(ClassifierHead):
     def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
         if output is None:
             raise NetworkError("the original network's predictions need a backbone that keeps the network's output")
-        return scored(*self(output))
+        return score_classes(*self(output))
 
     def explain(self, features: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:
         return {}

@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
-from psc_core.errors import ImageTooLarge, UnsupportedImage, listed
+from psc_core.errors import ImageTooLarge, UnsupportedImage, join_names
 from psc_core.images import SUFFIXES
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def unread_beside(root: Path) -> str:
 def _by_suffix(paths: Iterable[str]) -> str:
     suffixes = (os.fsencode(Path(path).suffix).decode(errors="replace").lower() for path in paths)
     counts = Counter(suffix or "without a suffix" for suffix in suffixes)
-    return listed([f"{count} {suffix}" for suffix, count in counts.most_common()], _SHOWN_SUFFIXES)
+    return join_names([f"{count} {suffix}" for suffix, count in counts.most_common()], _SHOWN_SUFFIXES)
 
 
 CONVERT: Final = "convert the image to a PNG of 8 or 16 bits"

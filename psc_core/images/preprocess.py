@@ -254,9 +254,9 @@ def as_batch(images: Sequence[ImageLike] | Tensor, preprocess: Preprocess) -> Im
     if isinstance(images, Tensor):
         return _tensor_batch(images, preprocess)
     if isinstance(images, (str, bytes, Path, Image.Image, np.ndarray)):
-        raise UsageError(f"expected a list of images or a tensor, got {described(images)}; put it into a list")
+        raise UsageError(f"expected a list of images or a tensor, got {describe_image(images)}; put it into a list")
     if not isinstance(images, Iterable):
-        raise UsageError(f"expected a list of images or a tensor, got {described(images)}")
+        raise UsageError(f"expected a list of images or a tensor, got {describe_image(images)}")
     pixels = [read_image(image, preprocess) for image in images]
     return torch.from_numpy(np.stack(pixels)) if pixels else torch.empty((0, *preprocess.shape), dtype=torch.uint8)
 
@@ -304,11 +304,11 @@ def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8
         remedy = "; scale its samples to 0 … 255, which only you know how, and convert them to uint8"
     raise UsageError(
         "expected paths, encoded images (bytes), Pillow images, or uint8 arrays (height, width) or "
-        f"(height, width, 3), got {described(image)}{remedy}"
+        f"(height, width, 3), got {describe_image(image)}{remedy}"
     )
 
 
-def described(image: Any) -> str:
+def describe_image(image: Any) -> str:
     if isinstance(image, np.ndarray):
         return f"an array of {image.dtype} {image.shape}"
     return "None" if image is None else f"a {type(image).__name__}"

@@ -24,7 +24,7 @@ from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below, is_hidden, read_file
 from psc_core.log import store
 from psc_core.log.store import IMAGE_INDEX, LABELS, REQUEST_ID, SHA256, Log, LoggedModel
-from psc_core.text import check_columns, composed, number_marks, open_csv
+from psc_core.text import check_columns, compose, number_marks, open_csv
 
 LabelKind = Literal["label", "none_of_the_classes", "cannot_tell"]
 LABEL_KINDS: Final[tuple[LabelKind, ...]] = get_args(LabelKind)  # this label; none of the classes; nobody can tell
@@ -104,7 +104,7 @@ def write_labels(log: Log, labels: Iterable[Label], name: str | None = None) -> 
     log.put(name or store.labels_path(), sink.getvalue())
 
 
-def joined(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any]:
+def join_labels(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any]:
     """Yield rows with the columns ``kind``, ``true_label`` and ``label_time``, null without a label."""
     pa = store.arrow()
     for batch in rows:
@@ -213,7 +213,7 @@ def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
 def _csv(path: Path) -> Iterator[HumanAnswer]:
     _check_size(path)
     with open_csv(path) as opened:
-        names = [*map(composed, next(opened.lines, (0, []))[1])]
+        names = [*map(compose, next(opened.lines, (0, []))[1])]
         if "label" not in names or not ({REQUEST_ID, IMAGE_INDEX} <= set(names) or SHA256 in names):
             raise DataError(
                 f"{path}: expected the columns label and {REQUEST_ID}, {IMAGE_INDEX} or {SHA256}, got "
@@ -283,7 +283,7 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
         for file in sorted(files_below(folder)):
             if file.lower().endswith(SUFFIXES) and Path(file).is_file():
                 digest = hashlib.sha256(read_file(file)).hexdigest()
-                yield HumanAnswer(file, None, None, digest, composed(folder.name), "folder", None)
+                yield HumanAnswer(file, None, None, digest, compose(folder.name), "folder", None)
 
 
 def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any) -> HumanAnswer | None:
@@ -302,7 +302,7 @@ def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any
     elif not isinstance(digest, str):
         raise DataError(f"{where}: there is neither {REQUEST_ID} nor {SHA256}; keep the values from the review")
     named = None if source is None or source == "" else str(source)
-    answer = HumanAnswer(where, request_id, number, digest, composed(str(text)), named or "file", _time(time))
+    answer = HumanAnswer(where, request_id, number, digest, compose(str(text)), named or "file", _time(time))
     return replace(answer, image_sha256=digest.lower() if isinstance(digest, str) else None)
 
 

@@ -28,7 +28,7 @@ from psc_core.images.decode import PILLOW_MAX_PIXELS, decode_image
 from psc_core.images.preprocess import Preprocess
 from psc_core.tasks import task_of_manifest
 from psc_core.tasks.base import Task
-from psc_core.text import composed
+from psc_core.text import compose
 
 MODELS: Final = "models"
 IMAGES: Final = "images"
@@ -441,7 +441,7 @@ def read_model(log: Log, version: str) -> LoggedModel:
         if found is None:
             raise ValueError("a task that this version does not know")
         of_task = {field: fields[field] for field in found.model_fields}
-        return LoggedModel(version, found.model_validate(of_task), tuple(map(composed, fields["classes"])))
+        return LoggedModel(version, found.model_validate(of_task), tuple(map(compose, fields["classes"])))
     except FileNotFoundError as error:
         raise DataError(f"{log.where} has no {name}; restore it from a copy of the log") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -34,7 +34,7 @@ from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network import LIBRARIES
 from psc_core.network.onnx_check import files_of_model
 from psc_core.network.weights import files_of
-from psc_core.text import composed
+from psc_core.text import compose
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _names(written: Any, outputs: int, file: Path) -> tuple[str, ...] | None:
         return None
     if not isinstance(written, list) or len(written) != outputs or not all(isinstance(name, str) for name in written):
         raise NetworkError(f"expected {outputs} label_names in {file}, one for each output; fix it")
-    return tuple(map(composed, written))
+    return tuple(map(compose, written))
 
 
 PROCESSOR: Final = "preprocessor_config.json"
@@ -312,7 +312,7 @@ def _labels(config: Mapping[str, Any], file: Path) -> tuple[int, tuple[str, ...]
     if not all(isinstance(name, str) for name in names):
         raise NetworkError(f"expected id2label of {file} to hold names; fix it")
     named = len(names) > 1 and not all(map(_NO_NAME.fullmatch, names))
-    return len(names), tuple(map(composed, names)) if named else None
+    return len(names), tuple(map(compose, names)) if named else None
 
 
 def load(folder: Path) -> Logits:

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from psc_core import __version__
 from psc_core.compute import own_state
-from psc_core.errors import NetworkError, hint, imported, needs
+from psc_core.errors import NetworkError, hint, import_from, needs
 from psc_core.network import described
 from psc_core.network.described import NetworkSpec, describe
 from psc_core.network.onnx import PACKAGES, OnnxNetwork, open_onnx
@@ -124,7 +124,7 @@ def from_factory(spec: str, num_classes: int, model_args: Mapping[str, Any]) -> 
     if module.startswith(".") or module.endswith(".py") or "/" in module or "\\" in module:
         raise NetworkError(f"expected package.module:factory, not a path, got {spec!r}; give the module's import name")
     try:
-        factory = imported(module, name, error=NetworkError)
+        factory = import_from(module, name, error=NetworkError)
     except (ImportError, AttributeError) as error:
         raise NetworkError(f"cannot import the factory {spec}: {error}") from error
     try:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from psc_core.errors import ImageError, NetworkError, needs, shortened
+from psc_core.errors import ImageError, NetworkError, needs, shorten
 from psc_core.images.files import read_file
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def check_model(model: ModelProto, origin: str) -> None:
 
     foreign = {node.domain for node in model.graph.node} - {"", "ai.onnx"} or {each.name for each in model.functions}
     if foreign:
-        names = ", ".join(shortened(name) for name in sorted(map(str, foreign))[:3])  # bytes if not UTF-8
+        names = ", ".join(shorten(name) for name in sorted(map(str, foreign))[:3])  # bytes if not UTF-8
         raise NetworkError(f"{origin} uses operators of {names}, expected ONNX's own; export it without them")
     if max((imported.version for imported in model.opset_import), default=0) < MIN_OPSET:
         raise NetworkError(f"{origin}: expected version {MIN_OPSET} of ONNX's operators or newer; export it again")
@@ -142,7 +142,7 @@ def check_model(model: ModelProto, origin: str) -> None:
         is_known = isinstance(node.op_type, str) and onnx.defs.has(node.op_type)  # bytes if not UTF-8
         if node.op_type in _REFUSED or not is_known:
             raise NetworkError(
-                f"{origin}: the operator {quoted(node.op_type)} is not supported; export the network without it"
+                f"{origin}: the operator {quote(node.op_type)} is not supported; export the network without it"
             )
         if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] not in false:
             raise NetworkError(f"{origin} has a dropout that may be active; export the network in evaluation mode")
@@ -177,18 +177,18 @@ def _check_tensor(tensor: TensorProto, origin: str) -> None:
 
     if tensor.data_location == tensor.EXTERNAL or tensor.external_data:
         raise NetworkError(
-            f"{origin}: the constant {quoted(tensor.name)} lies in another file; store it inside the model"
+            f"{origin}: the constant {quote(tensor.name)} lies in another file; store it inside the model"
         )
     if isinstance(tensor.name, bytes):
         raise NetworkError(f"{origin} has a tensor whose name is not in UTF-8; export it again")
     is_numeric = tensor.data_type in helper.get_all_tensor_dtypes() and tensor.data_type != tensor.STRING
     if not is_numeric or min(tensor.dims, default=0) < 0:
         raise NetworkError(
-            f"{origin}: the constant {quoted(tensor.name)} is not an array of numbers; export the model again"
+            f"{origin}: the constant {quote(tensor.name)} is not an array of numbers; export the model again"
         )
     if len(tensor.dims) > MAX_AXES:
         raise NetworkError(
-            f"{origin}: the constant {quoted(tensor.name)} has {len(tensor.dims)} axes, expected at most {MAX_AXES}; "
+            f"{origin}: the constant {quote(tensor.name)} has {len(tensor.dims)} axes, expected at most {MAX_AXES}; "
             "export the model again"
         )
     size = math.prod(tensor.dims)
@@ -202,7 +202,7 @@ def _check_tensor(tensor: TensorProto, origin: str) -> None:
             expected = (size * _bits(tensor.data_type) + 7) // 8
     if expected != got:
         raise NetworkError(
-            f"{origin}: the constant {quoted(tensor.name)} claims the shape {tuple(tensor.dims)}, its data has another "
+            f"{origin}: the constant {quote(tensor.name)} claims the shape {tuple(tensor.dims)}, its data has another "
             "size; export the model again"
         )
 
@@ -253,8 +253,8 @@ def _where(tensor: TensorProto) -> dict[str, str]:
 def _unreadable(tensor: TensorProto, origin: str, error: Exception) -> NetworkError:
     reason = getattr(error, "strerror", None) or error
     return NetworkError(
-        f"{origin}: cannot read the constant {quoted(tensor.name)} from {quoted(_where(tensor).get('location', ''))}: "
-        f"{shortened(str(reason))}; keep the files of an export in one folder"
+        f"{origin}: cannot read the constant {quote(tensor.name)} from {quote(_where(tensor).get('location', ''))}: "
+        f"{shorten(str(reason))}; keep the files of an export in one folder"
     )
 
 
@@ -268,9 +268,9 @@ def _read(path: Path) -> bytes:
         raise NetworkError(f"there is no ONNX file {path} ({reason}); give the exported file") from error
 
 
-def quoted(name: str | bytes) -> str:
+def quote(name: str | bytes) -> str:
     """Return a name in the file, quoted for messages; names that are not UTF-8 are bytes."""
-    return shortened(repr(name))
+    return shorten(repr(name))
 
 
 def first_line(error: Exception) -> str:
@@ -305,7 +305,7 @@ def sizes_of(model: ModelProto, origin: str) -> dict[str, tuple[int, Shape]]:
         for name, (dtype, shape) in walk.infer(node).items():
             if shape is None:
                 raise NetworkError(
-                    f"{origin}: the size of {quoted(name)} ({node.op_type}) is not known before it is computed; export "
+                    f"{origin}: the size of {quote(name)} ({node.op_type}) is not known before it is computed; export "
                     "the network with fixed image sizes"
                 )
             walk.add(name, dtype, shape)
@@ -327,7 +327,7 @@ class _Walk:
     def add(self, name: str, dtype: int, shape: Shape) -> None:
         if len(shape) > MAX_AXES or math.prod(shape) > MAX_ELEMENTS:
             raise NetworkError(
-                f"{self.origin}: tensor {quoted(name)} has the shape {shortened(str(shape))}, expected at most "
+                f"{self.origin}: tensor {quote(name)} has the shape {shorten(str(shape))}, expected at most "
                 f"{MAX_ELEMENTS} elements for {BATCH} images and {MAX_AXES} axes; use smaller images or another network"
             )
         self.sizes[name] = dtype, shape
@@ -345,7 +345,7 @@ class _Walk:
                 known = self.sizes[name] if constant is None else (constant.data_type, constant.dims)
                 inputs.append(helper.make_tensor_value_info(name, *known))
             else:
-                raise NetworkError(f"{self.origin}: nothing gives {quoted(name)}, which {node.op_type} reads")
+                raise NetworkError(f"{self.origin}: nothing gives {quote(name)}, which {node.op_type} reads")
         outputs = [helper.make_empty_tensor_value_info(name) for name in node.output if name]
         graph = helper.make_graph([node], "one", inputs, outputs, shown)
         alone = helper.make_model(graph, opset_imports=self.model.opset_import)

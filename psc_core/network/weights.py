@@ -40,7 +40,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from psc_core.errors import NetworkError, listed, shortened
+from psc_core.errors import NetworkError, join_names, shorten
 
 KNOWN_SUFFIXES: Final = ".safetensors, .pth, .pt, .bin, .ckpt, or the .index.json of several files"
 INDEX: Final = ".index.json"  # the suffix of a file that names other files, which hold the tensors
@@ -180,7 +180,7 @@ def _read_index(path: Path) -> dict[str, Path]:
     for file in files.values():
         if not file or Path(file).name != file or file.endswith(INDEX):
             raise NetworkError(
-                f"{path} names the file {shortened(file)!r}, which is not beside it; copy the whole folder"
+                f"{path} names the file {shorten(file)!r}, which is not beside it; copy the whole folder"
             )
     return {name: path.parent / file for name, file in files.items()}
 
@@ -192,9 +192,7 @@ def _read_parts(path: Path) -> dict[str, Tensor]:
         held = read_checkpoint(file)
         for name in (name for name, where in files.items() if where == file):
             if not isinstance(held, Mapping) or not isinstance(held.get(name), Tensor):
-                raise NetworkError(
-                    f"{file} lacks {shortened(name)}, which {path.name} looks for there; copy both again"
-                )
+                raise NetworkError(f"{file} lacks {shorten(name)}, which {path.name} looks for there; copy both again")
             tensors[name] = held[name]
     return tensors
 
@@ -231,7 +229,7 @@ def _archived(path: Path, entries: Sequence[ZipInfo]) -> str:
             '"net.pth") saves its weights'
         )
     inside = [name for name in names if name.endswith((".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".onnx"))]
-    return f"unpack it, it holds {', '.join(map(shortened, inside[:3]))}" if inside else f"expected {KNOWN_SUFFIXES}"
+    return f"unpack it, it holds {', '.join(map(shorten, inside[:3]))}" if inside else f"expected {KNOWN_SUFFIXES}"
 
 
 def _older_pickle(path: Path) -> bytes:
@@ -311,7 +309,7 @@ def _named_in(pickled: bytes) -> list[str]:
 
 
 def _shown(names: Sequence[str]) -> str:
-    return f" ({listed([*map(shortened, names)], _SHOWN_NAMES)})" if names else ""
+    return f" ({join_names([*map(shorten, names)], _SHOWN_NAMES)})" if names else ""
 
 
 class _StandIn:
@@ -396,7 +394,7 @@ class _Place:
         return bool(_AVERAGE.search(self.path) or _AVERAGE.search(self.prefix))
 
     def __str__(self) -> str:
-        path, prefix = (f'"{shortened(name)}"' for name in (self.path, self.prefix))
+        path, prefix = (f'"{shorten(name)}"' for name in (self.path, self.prefix))
         return f"{prefix} in {path}" if self.path and self.prefix else path if self.path else prefix
 
     def tensors(self, others: Sequence[_Place]) -> tuple[dict[str, Tensor], list[str]]:
@@ -501,9 +499,9 @@ def _places(path: str, held: dict[str, Tensor], wanted: Mapping[str, Tensor]) ->
 
 def _notes(path: Path, place: _Place, others: Sequence[_Place], outside: Sequence[str]) -> Iterator[str]:
     if place.path:
-        yield f'found under "{shortened(place.path)}" of {path.name}'
+        yield f'found under "{shorten(place.path)}" of {path.name}'
     if place.prefix:
-        yield f'removed the prefix "{shortened(place.prefix)}"'
+        yield f'removed the prefix "{shorten(place.prefix)}"'
     if others:
         yield f"not used: {', '.join(map(str, others[:3]))}{', …' * (len(others) > 3)}"
     if outside:
@@ -525,4 +523,4 @@ def _type(tensor: Tensor) -> str:
 
 
 def _counted(noun: str, names: Sequence[str]) -> str:
-    return f"{len(names)} {noun}" + (f" ({listed([*map(shortened, names)], 3)})" if names else "")
+    return f"{len(names)} {noun}" + (f" ({join_names([*map(shorten, names)], 3)})" if names else "")

@@ -25,7 +25,7 @@ from psc_core.bundle import HISTORY, Bundle, Manifest, write_file
 from psc_core.checks import KINDS_KEY, REAL, synthetic_batches
 from psc_core.collapse import ChosenLayer, CollapseReport
 from psc_core.compute import Compute
-from psc_core.data.dataset import ImageDataset, balanced
+from psc_core.data.dataset import ImageDataset, draw_balanced
 from psc_core.errors import BundleError
 from psc_core.evaluation.evaluate import Evaluation
 from psc_core.fit_data import FitData
@@ -406,7 +406,7 @@ def collect_fit(
 ) -> Content:
     """Collect training images, calibration images with the network's own output, and synthetic OOD images."""
     evaluation, sets, seed = model.task.evaluator(), model.task.report(), data.seed
-    trained, validation = (balanced(images, REPORTED_IMAGES, seed) for images in (data.train, data.calibration))
+    trained, validation = (draw_balanced(images, REPORTED_IMAGES, seed) for images in (data.train, data.calibration))
     plain = evaluation.original_network(net, validation, compute)
     of_validation = evaluation.score_images(model, validation, plain, batch_images=compute.batch_images)
     of_training = evaluation.score_images(model, trained, batch_images=compute.batch_images)

@@ -28,7 +28,7 @@ from psc_core.images.decode import SMALL, as_base64, png_of
 from psc_core.network.described import NetworkSpec
 from psc_core.report import FIGURES, PAGE
 from psc_core.report.content import FILE, Facts, Role, ScoredSet
-from psc_core.text import aligned
+from psc_core.text import align
 
 Figures = dict[str, Figure | None]  # figures by name; None if there is nothing to draw
 KNOWN: Final = "#2b6cb0"
@@ -289,7 +289,7 @@ def replay_text(replay: Replay) -> str:
     first, last = replay.days
     lines = [f"{replay.name} from {first} to {last} under the bundle {replay.version}"]
     for title, header, rows in [*_tables(replay), *_moved(replay)]:
-        lines += ["", title, *aligned([header, *rows], left=range(len(header)))]
+        lines += ["", title, *align([header, *rows], left=range(len(header)))]
     if replay.sample:
         relabelled = replay.relabelled()
         label = f"; another label: {_cell(relabelled)}" if relabelled else ""

@@ -29,11 +29,11 @@ from psc_core.compute import Compute, passes
 from psc_core.conformal import check_rates, decision_p_value, ood_score_threshold
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import check_same
-from psc_core.errors import DataError, UsageError, listed, needs
+from psc_core.errors import DataError, UsageError, join_names, needs
 from psc_core.fitted import restore
 from psc_core.heads.base import Head, HeadJob, Scored
 from psc_core.settings import DEFAULTS, OWNERS, FitSettings
-from psc_core.text import aligned, composed
+from psc_core.text import align, compose
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -305,7 +305,7 @@ class BasePrediction:
     def __repr__(self) -> str:
         """Return a line for all images and a table of the first ones."""
         table = self._table()
-        lines = aligned(table, left=()) if table else []
+        lines = align(table, left=()) if table else []
         return "\n".join([self._title(), *lines, *self._rest()])
 
     def _repr_html_(self) -> str:
@@ -428,9 +428,9 @@ class Task(BaseModel, ABC):
 
     def parse_label(self, text: str, classes: Sequence[str], marks: str = ".") -> str:
         """Return what a person says of an image as a log keeps it: one of the classes, unless a task says otherwise."""
-        label = composed(text)
+        label = compose(text)
         if label not in classes:
-            known, near = listed(classes, 10), get_close_matches(label.casefold(), map(str.casefold, classes), 1)
+            known, near = join_names(classes, 10), get_close_matches(label.casefold(), map(str.casefold, classes), 1)
             meant = [name for name in classes if name.casefold() in near]
             advice = f"did you mean {meant[0]!r}?" if meant else "correct the label"
             raise DataError(f"expected one of the model's classes ({known}), got {text!r}; {advice}")
@@ -438,11 +438,11 @@ class Task(BaseModel, ABC):
 
     def relabelled(self, data: ImageDataset, labels: Sequence[str]) -> ImageDataset:
         """Return images that are labelled as people said, by labels of :meth:`parse_label`."""
-        position, labels = {label: index for index, label in enumerate(data.classes)}, [*map(composed, labels)]
+        position, labels = {label: index for index, label in enumerate(data.classes)}, [*map(compose, labels)]
         if odd := sorted({*labels} - {*position}):
             raise DataError(
-                f"labels of {data.name} are no classes of the model: {listed(odd, 10)}; review these images again, or "
-                "calibrate a bundle that has these classes"
+                f"labels of {data.name} are no classes of the model: {join_names(odd, 10)}; review these images again, "
+                "or calibrate a bundle that has these classes"
             )
         return replace(data, labels=torch.tensor([position[label] for label in labels]))
 

@@ -45,7 +45,7 @@ from psc_core.conformal import (
     check_rates,
     conformal_rank,
     equal_scores,
-    thinned,
+    thin,
     tolerant_ceil,
 )
 from psc_core.data.dataset import ImageDataset
@@ -303,7 +303,7 @@ def fit_calibration(
     check_finite({"OOD scores": ood_score, "entropies": entropy, "probabilities": given})
     order = equal_scores(-given, weights).flip(0)
     entropies = entropy.float()[equal_scores(entropy.float(), weights)]
-    drawn = slice(None) if weights is None else thinned(weights)  # Bounds need independent images.
+    drawn = slice(None) if weights is None else thin(weights)  # Bounds need independent images.
     errors = Errors.of(entropy.float()[drawn], (probabilities.argmax(1) == labels)[drawn])
     return Calibration(
         ood_scores=ood_score.float()[equal_scores(ood_score.float(), weights)],
@@ -477,7 +477,7 @@ class Classification(Task):
         labels, entropies = images.first_labels(), scored.scores["predictive_entropy"]
         calibration = fit_calibration(ood_score, entropies, scored.probabilities, labels, weights)
         if weights is not None:
-            kept = thinned(weights)
+            kept = thin(weights)
             scored, labels, entropies = scored.at(kept), labels[kept], entropies[kept]
         errors = Errors.of(entropies, scored.probabilities.argmax(1) == labels)
         risk, threshold = _shown(errors, settings.risk, or_higher=or_higher)

@@ -48,7 +48,7 @@ from psc_core.conformal import (
     check_rates,
     conformal_rank,
     equal_scores,
-    thinned,
+    thin,
 )
 from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.errors import DataError, FitError
@@ -208,7 +208,7 @@ def quantile_edges(values: Float[Tensor, " n"]) -> Float[Tensor, " edges"]:
     return edges if len(edges) else ascending[ascending > ascending[0]][:1]  # More than half are the smallest.
 
 
-def in_bins(dataset: ImageDataset, edges: Float[Tensor, " edges"]) -> ImageDataset:
+def label_in_bins(dataset: ImageDataset, edges: Float[Tensor, " edges"]) -> ImageDataset:
     """Return ``dataset`` labelled with the bin of each number; one that equals an edge belongs to the bin above."""
     ends = ["", *(f"{edge:.4g}" for edge in edges.tolist()), ""]
     names = [_bin_name(low, high) for low, high in pairwise(ends)]
@@ -222,10 +222,10 @@ def _bin_name(low: str, high: str) -> str:
     return f"{low} to {high}" if low and high else f"below {high}" if high else f"{low} and above"
 
 
-def binned(train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
+def label_with_bins(train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
     """Return both, labelled with bins of the training images' numbers."""
     edges = quantile_edges(known_values(train.values))
-    return in_bins(train, edges), in_bins(val, edges)
+    return label_in_bins(train, edges), label_in_bins(val, edges)
 
 
 def fit_calibration(
@@ -274,7 +274,7 @@ class Regression(Task):
 
     @classmethod
     def labelled(cls, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-        return binned(train, val)
+        return label_with_bins(train, val)
 
     @classmethod
     def check_half(cls, images: ImageDataset) -> None:
@@ -322,7 +322,7 @@ class Regression(Task):
         deviation = torch.hypot(scored.scores["aleatoric"], scored.scores["epistemic"])
         calibration = fit_calibration(ood_score, mean, deviation, values, weights)
         if weights is not None:
-            kept = thinned(weights)
+            kept = thin(weights)
             values, mean, deviation = values[kept], mean[kept], deviation[kept]
         measured = calibration_metrics(mean, deviation, values)
         width = settings.max_width

@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 pytest.importorskip("grpc", reason="the gRPC extra is not installed")
 
-from app.grpc import parsed, tensor_of
+from app.grpc import parse_message, tensor_of
 from app.http.body import UploadLimits, read_images
 from app.http.v2 import images_of, parse_request
 from psc_core.errors import PSCError
@@ -75,7 +75,7 @@ def rest_binary(body: bytes) -> Any:
 
 
 def call(body: bytes) -> Any:
-    message = parsed(body, "ModelInfer")
+    message = parse_message(body, "ModelInfer")
     request, binary = tensor_of(message)
     return message, images_of(request.inputs[0], binary, SHAPE, max_images=LIMITS.max_images)
 

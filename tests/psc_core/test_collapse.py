@@ -30,7 +30,7 @@ from psc_core.collapse import (
     to_csv,
     to_text,
 )
-from psc_core.data.dataset import ArraySource, ImageDataset, labelled
+from psc_core.data.dataset import ArraySource, ImageDataset, label_images
 from psc_core.data.open import open_dataset
 from psc_core.errors import FitError, UsageError
 from psc_core.images.preprocess import PRESETS, Preprocess
@@ -38,7 +38,7 @@ from psc_core.linalg import r_squared
 from psc_core.network.layers import list_layers
 from psc_core.settings import FitSettings
 from psc_core.tasks import task_of_images
-from psc_core.tasks.regression import binned
+from psc_core.tasks.regression import label_with_bins
 from tests.reference import collapse as reference
 
 Images = tuple[ImageDataset, ImageDataset]
@@ -66,7 +66,7 @@ def images(seed: int, count: int, labels: Tensor | None = None, classes: int = 3
     pixels = random.integers(0, 200, (count, 6, 6), dtype=np.uint8)
     first = labels if labels.ndim == 1 else labels[:, 0]
     pixels[:, :2, :2] += (25 * first.numpy()[:, None, None]).astype(np.uint8)
-    return labelled("noise", [str(c) for c in range(classes)], ArraySource(pixels), labels, PLAIN)
+    return label_images("noise", [str(c) for c in range(classes)], ArraySource(pixels), labels, PLAIN)
 
 
 class Net(nn.Module):
@@ -254,7 +254,7 @@ def turned(data_root: Path) -> Images:
         open_dataset(f"rotated-mnist:{data_root}", split=split, preprocess=PRESETS["mnist"])
         for split in ("train", "val")
     )
-    return binned(train.subset(torch.arange(300)), val)
+    return label_with_bins(train.subset(torch.arange(300)), val)
 
 
 def network() -> nn.Sequential:

@@ -13,7 +13,7 @@ import torch
 from psc_core import compute as distributed
 from psc_core import fit as stages
 from psc_core.compute import MAX_CPU_BATCH, Compute, join_processes, own_state, passes, resolve_device, track
-from psc_core.data.dataset import ArraySource, balanced, labelled
+from psc_core.data.dataset import ArraySource, draw_balanced, label_images
 from psc_core.errors import UsageError
 from psc_core.fit_data import FitData, FitJob
 from psc_core.images.preprocess import Preprocess
@@ -80,7 +80,7 @@ CPU = Compute(torch.device("cpu"), batch_images=4)
 
 def test_passes_standardised_images_in_order() -> None:
     pixels = np.arange(40, dtype=np.uint8).reshape(10, 2, 2)
-    data = labelled("numbers", ["a", "b"], ArraySource(pixels), torch.arange(10) % 2, PREPROCESS)
+    data = label_images("numbers", ["a", "b"], ArraySource(pixels), torch.arange(10) % 2, PREPROCESS)
     order = torch.arange(9, -1, -1)
     values, batches = zip(*passes(data, CPU, "test", lambda images: images, order=order), strict=True)
     assert [len(batch.images) for batch in batches] == [4, 4, 2]
@@ -91,7 +91,7 @@ def test_passes_standardised_images_in_order() -> None:
 
 
 def test_bf16_runs_under_autocast() -> None:
-    data = labelled("zero", ["a"], ArraySource(np.zeros((1, 2, 2), np.uint8)), torch.zeros(1), PREPROCESS)
+    data = label_images("zero", ["a"], ArraySource(np.zeros((1, 2, 2), np.uint8)), torch.zeros(1), PREPROCESS)
     layer = torch.nn.Conv2d(1, 1, 1)
     ((value, _),) = passes(data, Compute(torch.device("cpu"), "bf16"), "test", layer)
     assert value.dtype == torch.bfloat16
@@ -127,7 +127,7 @@ def test_shards_partition_labelled_examples() -> None:
 
 
 def test_rejects_fewer_images_than_processes() -> None:
-    few = balanced(images(0, 40), 2 * len(images(0, 40).classes))
+    few = draw_balanced(images(0, 40), 2 * len(images(0, 40).classes))
     process(1, len(few)).require(few)
     world = len(few) + 1
     for rank in range(world):

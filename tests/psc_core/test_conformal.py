@@ -20,7 +20,7 @@ from psc_core.conformal import (
     equal_scores,
     ood_rank,
     ood_score_threshold,
-    thinned,
+    thin,
     tolerant_ceil,
 )
 from psc_core.errors import UsageError
@@ -128,7 +128,7 @@ def test_equal_weights_change_nothing(scores: list[float], weight: float) -> Non
     all_of_them, weights = torch.tensor(scores), torch.full((len(scores),), weight)
     assert torch.equal(all_of_them[equal_scores(all_of_them, weights)], all_of_them.sort().values)
     assert torch.equal(all_of_them[equal_scores(all_of_them, None)], all_of_them.sort().values)
-    assert thinned(weights).all()
+    assert thin(weights).all()
 
 
 @pytest.mark.parametrize("weights", [[], [1.0, 0.0], [1.0, -2.0], [1.0, math.nan], [math.inf]])
@@ -138,9 +138,9 @@ def test_rejects_weights_that_are_none(weights: list[float]) -> None:
 
 
 def test_thinned_images_count_equally() -> None:
-    assert thinned(torch.empty(0)).shape == (0,)
+    assert thin(torch.empty(0)).shape == (0,)
     weights = torch.cat([torch.ones(5000), torch.full((500,), 10.0)])
-    kept = thinned(weights)
+    kept = thin(weights)
     assert kept[5000:].all()
     assert int(kept[:5000].sum()) == pytest.approx(500, abs=80)
 

@@ -24,7 +24,7 @@ from psc_core.density import (
     Density,
     Examples,
     TiedDensity,
-    between,
+    blend,
     can_extend,
     choose_tied_weight,
     class_counts,
@@ -175,7 +175,7 @@ def test_classes_alike_are_tied_and_others_are_not() -> None:
 
     assert chosen(6, torch.eye(3).double()) >= 0.8
     assert chosen(4000, root) == 0.0
-    assert torch.equal(between(root, 1.0), torch.eye(3).double()) and torch.equal(between(root, 0.0), root)
+    assert torch.equal(blend(root, 1.0), torch.eye(3).double()) and torch.equal(blend(root, 0.0), root)
 
 
 def test_nothing_held_out_of_a_class_leaves_the_choice_to_the_others() -> None:

@@ -10,17 +10,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from psc_core.errors import UsageError
-from psc_core.text import class_names, composed
+from psc_core.text import class_names, compose
 
-TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=8).filter(composed)
-NAMES = st.lists(TEXT, min_size=1, max_size=6, unique_by=composed)
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=8).filter(compose)
+NAMES = st.lists(TEXT, min_size=1, max_size=6, unique_by=compose)
 BLANKS = st.text("  \t\u00a0\u2009\ufeff\u200b", max_size=3)
 
 
 @given(name=TEXT, form=st.sampled_from(["NFC", "NFD"]), before=BLANKS, after=BLANKS)
 def test_forms_and_blanks_at_the_ends_make_no_difference(name: str, form: Any, before: str, after: str) -> None:
-    once = composed(name)
-    assert composed(before + unicodedata.normalize(form, name) + after) == once == composed(once)
+    once = compose(name)
+    assert compose(before + unicodedata.normalize(form, name) + after) == once == compose(once)
     assert unicodedata.is_normalized("NFC", once) and once == once.strip()
 
 
@@ -29,14 +29,14 @@ def test_a_mapping_is_ordered_by_the_labels(names: list[str], data: st.DataObjec
     assume(not any(name.isdigit() for name in names))
     pairs = data.draw(st.permutations([*enumerate(names)]))
     kind = data.draw(st.sampled_from([int, np.int64, str]))
-    wanted = tuple(map(composed, names))
+    wanted = tuple(map(compose, names))
     assert class_names({kind(label): name for label, name in pairs}) == wanted
     assert class_names({name: kind(label) for label, name in pairs}) == wanted
 
 
 @given(names=NAMES)
 def test_a_sequence_keeps_its_order(names: list[str]) -> None:
-    wanted = tuple(map(composed, names))
+    wanted = tuple(map(compose, names))
     assert class_names(names) == class_names(tuple(names)) == class_names(np.array(names, dtype=object)) == wanted
     assert all(type(name) is str for name in class_names(np.array(["a", "b"])))
 

@@ -20,7 +20,7 @@ from psc_core.checks import (
     turn,
 )
 from psc_core.compute import Compute
-from psc_core.data.dataset import TensorSource, labelled
+from psc_core.data.dataset import TensorSource, label_images
 from psc_core.images.preprocess import Preprocess
 
 
@@ -70,7 +70,7 @@ def test_inputs_of_a_loader_are_altered_as_pixels() -> None:
     labels, preprocess = torch.arange(6) % 2, Preprocess("L", 4, 4, None, (0.2,), (0.3,))
     inputs = preprocess.standardise(pixels)
     made = [
-        next(synthetic_batches(labelled("noise", "ab", TensorSource(images.numpy()), labels, preprocess),
+        next(synthetic_batches(label_images("noise", "ab", TensorSource(images.numpy()), labels, preprocess),
                              Compute(torch.device("cpu")), "made up", mixed=True, seed=0))
         for images in (pixels, inputs)
     ]  # fmt: skip
@@ -80,7 +80,9 @@ def test_inputs_of_a_loader_are_altered_as_pixels() -> None:
 
 def test_a_batch_without_pairs_of_two_classes_has_no_mixes() -> None:
     images, labels = random_images(0, 9, 1, 4, 4), torch.arange(9) % 2
-    data = labelled("noise", "ab", TensorSource(images.numpy()), labels, Preprocess("L", 4, 4, None, (0.2,), (0.3,)))
+    data = label_images(
+        "noise", "ab", TensorSource(images.numpy()), labels, Preprocess("L", 4, 4, None, (0.2,), (0.3,))
+    )
     compute = Compute(torch.device("cpu"), batch_images=8)
     found = list(synthetic_batches(data, compute, "made up", mixed=True, seed=0))
     assert [MIXED in made for made in found] == [True, False]  # an image alone is its own partner

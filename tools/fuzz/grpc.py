@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from app.errors import MalformedRequest, TooManyImages
-from app.grpc import HIGHER, MAX_OCCURRENCES, METHODS, parsed, tensor_of
+from app.grpc import HIGHER, MAX_OCCURRENCES, METHODS, parse_message, tensor_of
 from app.http.v2 import images_of
 from tests.app.grpc.occurrences import occurrences
 
@@ -47,7 +47,7 @@ def check(data: bytes) -> None:
     """The first byte is the method, the rest is the message."""
     method = NAMES[data[0] % len(NAMES) if data else 0]
     try:
-        message = parsed(data[1:], method)
+        message = parse_message(data[1:], method)
         images = _images(message) if method == "ModelInfer" else None
     except (MalformedRequest, TooManyImages):
         return
@@ -58,7 +58,7 @@ def check(data: bytes) -> None:
         again.CopyFrom(message)
         again.inputs[0].ClearField("contents")
         again.raw_input_contents[:] = [bytes(tensor_of(message)[1])]
-        assert np.array_equal(images, _images(parsed(again.SerializeToString(), method)))
+        assert np.array_equal(images, _images(parse_message(again.SerializeToString(), method)))
 
 
 def _images(message: Any) -> Any:

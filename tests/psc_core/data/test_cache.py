@@ -19,9 +19,9 @@ from psc_core.data import cache
 from psc_core.data.cache import (
     CachedSource,
     Scratch,
-    cached,
+    cache_images,
     find_unreadable,
-    mapped,
+    map_file,
     only_readable,
     pixel_bytes,
     shared_images,
@@ -33,7 +33,7 @@ from psc_core.data.dataset import (
     FileSource,
     ImageDataset,
     TensorSource,
-    labelled,
+    label_images,
     split_validation,
 )
 from psc_core.data.open import image_folder, open_dataset
@@ -68,7 +68,7 @@ def test_decodes_once_for_all_passes_and_parts(folder: ImageDataset, monkeypatch
 
     expected = pixels(folder)
     monkeypatch.setattr(FileSource, "read", counted)
-    kept = cached(folder)
+    kept = cache_images(folder)
     first, second = split_validation(kept)
     for data, wanted in ((kept, expected), (kept, expected), (first, pixels(first)), (second, pixels(second))):
         assert torch.equal(pixels(data), wanted)
@@ -85,12 +85,12 @@ def test_an_array_is_of_zeros_and_outlives_its_file(tmp_path: Path) -> None:
     assert found.sum() == 28
     with Scratch(tmp_path).open() as file:
         file.write(bytes([1, 2]))
-        assert mapped(file, (2, 2), np.uint8).tolist() == [[1, 2], [0, 0]]
+        assert map_file(file, (2, 2), np.uint8).tolist() == [[1, 2], [0, 0]]
 
 
 def test_takes_the_space_of_the_images_that_are_read(folder: ImageDataset) -> None:
     few = folder.subset(torch.tensor([7, 2, 5]))
-    kept = cached(few)
+    kept = cache_images(few)
     assert isinstance(kept.source, CachedSource) and kept.source.pixels.shape == (3, *PREPROCESS.shape)
     assert torch.equal(pixels(kept), pixels(few)) and torch.equal(pixels(kept), pixels(folder)[[7, 2, 5]])
     assert kept.digest() == few.digest() and len(kept.source) == 3
@@ -100,8 +100,8 @@ def test_takes_the_space_of_the_images_that_are_read(folder: ImageDataset) -> No
 
 def test_space_is_needed_once_for_what_is_decoded(folder: ImageDataset) -> None:
     size = len(folder) * 3 * 8 * 8
-    kept, two = cached(folder), folder.subset(torch.arange(2))
-    assert pixel_bytes(folder) == size and pixel_bytes(kept) == 0 and cached(kept) is kept
+    kept, two = cache_images(folder), folder.subset(torch.arange(2))
+    assert pixel_bytes(folder) == size and pixel_bytes(kept) == 0 and cache_images(kept) is kept
     assert pixel_bytes(replace(kept, preprocess=replace(PREPROCESS, height=4))) == size // 2
     assert Scratch(processes=3).size(folder, kept, two) == 3 * (size + size // 5)
 
@@ -123,16 +123,16 @@ def test_a_full_disk_is_an_error_only_where_the_folder_was_asked_for(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache.os, "posix_fallocate", full)
-    assert cached(folder) is folder
+    assert cache_images(folder) is folder
     with pytest.raises(UsageError, match="No space left on device; choose another --cache or off"):
-        cached(folder, tmp_path)
+        cache_images(folder, tmp_path)
     with pytest.raises(UsageError, match="No such file or directory"):
-        cached(folder, tmp_path / "nowhere")
+        cache_images(folder, tmp_path / "nowhere")
 
 
 def test_arrays_of_the_right_size_are_read_as_they_are(data_root: Path) -> None:
     digits = open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
-    assert cached(digits) is digits and pixel_bytes(digits) == 0
+    assert cache_images(digits) is digits and pixel_bytes(digits) == 0
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def held(kind: str, shades: range) -> ImageDataset:
         "inputs": TensorSource(pixels[:, None].astype(np.float32)),
         "files": EncodedSource([str(shade) for shade in shades], [png(image) for image in pixels]),
     }
-    return labelled(kind, ("a",), sources[kind], torch.zeros(len(shades), dtype=torch.int64), MNIST)
+    return label_images(kind, ("a",), sources[kind], torch.zeros(len(shades), dtype=torch.int64), MNIST)
 
 
 @pytest.mark.parametrize("preprocess", [MNIST, HALVED])
@@ -252,12 +252,12 @@ def test_images_with_one_background(tmp_path: Path, suffix: str) -> None:
 
 def test_a_kept_folder(tmp_path: Path) -> None:
     train, others = folder_overlap(tmp_path / "train", 0, HALVED), folder_overlap(tmp_path / "others", 100, HALVED)
-    kept = cached(train)
+    kept = cache_images(train)
     assert kept.source is not train.source
     assert shared_images(kept, kept) == 12
-    assert shared_images(kept, cached(others)) == 0
-    last = cached(train.subset(torch.arange(9, 12)))  # Its first image is the tenth of the folder.
-    assert shared_images(cached(train.subset(torch.arange(10))), last) == 1
+    assert shared_images(kept, cache_images(others)) == 0
+    last = cache_images(train.subset(torch.arange(9, 12)))  # Its first image is the tenth of the folder.
+    assert shared_images(cache_images(train.subset(torch.arange(10))), last) == 1
 
 
 def test_an_image_that_cannot_be_read_is_none_of_them(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from psc_core.answers import Target
 from psc_core.data.dataset import (
     ArraySource,
     ImageDataset,
-    balanced,
-    labelled,
-    measured,
+    draw_balanced,
+    label_images,
+    number_images,
     split_validation,
     stable_order,
 )
@@ -30,7 +30,7 @@ from tests.psc_core.data.support import TINY, write_folder
 def numbered(labels: torch.Tensor, classes: int = 3) -> ImageDataset:
     """Images whose pixels are their own number."""
     images = np.arange(len(labels), dtype=np.uint8)[:, None, None].repeat(2, 1).repeat(2, 2)
-    return labelled("numbered", [str(c) for c in range(classes)], ArraySource(images), labels, TINY)
+    return label_images("numbered", [str(c) for c in range(classes)], ArraySource(images), labels, TINY)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 50))
@@ -94,15 +94,15 @@ def test_halves_are_disjoint_and_reproducible(data_root: Path) -> None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 50), st.integers(0, 3))
 def test_balanced_takes_as_many_of_each_class_as_there_are(labels: list[int], count: int, seed: int) -> None:
     images = np.arange(len(labels), dtype=np.uint8)[:, None, None].repeat(2, 1).repeat(2, 2)
-    data = labelled("tiny", "abcd", ArraySource(images), torch.tensor(labels), TINY)
-    chosen = balanced(data, count, seed)
+    data = label_images("tiny", "abcd", ArraySource(images), torch.tensor(labels), TINY)
+    chosen = draw_balanced(data, count, seed)
     assert len(chosen) == min(count, len(labels))
     assert chosen.indices.tolist() == sorted(set(chosen.indices.tolist()))
     assert chosen.first_labels().tolist() == [labels[i] for i in chosen.indices.tolist()]
     taken = [chosen.first_labels().tolist().count(k) for k in range(4)]
     left = [labels.count(k) > taken[k] for k in range(4)]
     assert all(taken[k] >= max(taken) - 1 for k in range(4) if left[k])
-    assert balanced(data, None) is data and torch.equal(balanced(data, count, seed).indices, chosen.indices)
+    assert draw_balanced(data, None) is data and torch.equal(draw_balanced(data, count, seed).indices, chosen.indices)
 
 
 def test_images_are_ambiguous_where_their_labels_differ() -> None:
@@ -115,7 +115,9 @@ def test_images_are_ambiguous_where_their_labels_differ() -> None:
 @pytest.mark.parametrize("size", [(2, 2), (3, 3)])
 def test_array_shortcut_equals_reading_one_by_one(size: tuple[int, int]) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (9, *size), dtype=np.uint8)
-    dataset = labelled("noise", "ab", ArraySource(pixels), torch.arange(9) % 2, TINY).subset(torch.tensor([8, 3, 3, 0]))
+    dataset = label_images("noise", "ab", ArraySource(pixels), torch.arange(9) % 2, TINY).subset(
+        torch.tensor([8, 3, 3, 0])
+    )
     (batch,) = dataset.batches(9)
     assert np.array_equal(batch.images.numpy(), np.stack([dataset.image(i) for i in range(4)]))
 
@@ -134,7 +136,7 @@ AGE = Target(name="age", unit="years")
 
 def numbers(values: list[float]) -> ImageDataset:
     source = ArraySource(np.zeros((len(values), 3, 3), np.uint8))
-    return measured("some", AGE, source, torch.tensor(values, dtype=torch.float64), TINY)
+    return number_images("some", AGE, source, torch.tensor(values, dtype=torch.float64), TINY)
 
 
 def test_subset_and_batches_keep_the_numbers() -> None:

@@ -13,7 +13,7 @@ from scipy import optimize, special
 from torch import nn
 
 from psc_core.compute import Compute
-from psc_core.data.dataset import ArraySource, ImageDataset, labelled
+from psc_core.data.dataset import ArraySource, ImageDataset, label_images
 from psc_core.errors import FitError, NetworkError, UsageError
 from psc_core.evaluation import baselines
 from psc_core.evaluation.baselines import (
@@ -49,7 +49,7 @@ def images(count: int, seed: int, *, classes: int = 3, noise: bool = False) -> I
         pixels[labels == 1, :, 3] += 150
         pixels[labels == 2, :3, :3] += 150
     source = ArraySource(pixels.to(torch.uint8).numpy())
-    return labelled("toy", ["row", "column", "corner"], source, labels, PREPROCESS)
+    return label_images("toy", ["row", "column", "corner"], source, labels, PREPROCESS)
 
 
 def trained() -> nn.Sequential:
@@ -152,9 +152,9 @@ def test_bank_is_a_seeded_subset(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rare_classes_and_several_labels() -> None:
     net, val = trained(), images(30, 2)
     base = images(120, 1)
-    several = labelled("several", base.classes, base.source, torch.stack([base.labels, base.labels], 1), PREPROCESS)
+    several = label_images("several", base.classes, base.source, torch.stack([base.labels, base.labels], 1), PREPROCESS)
     assert fit_baselines(net, "pool", several, val, compute=CPU).bank.shape == (120, 8)
-    rare = labelled("rare", base.classes, base.source, torch.tensor([2] + [i % 2 for i in range(119)]), PREPROCESS)
+    rare = label_images("rare", base.classes, base.source, torch.tensor([2] + [i % 2 for i in range(119)]), PREPROCESS)
     fitted = fit_baselines(net, "pool", rare, val, compute=CPU)
     assert bool(fitted.score(next(val.batches(30)).images).scores["gda"].isfinite().all())
     with pytest.raises(FitError, match="at least two images"):

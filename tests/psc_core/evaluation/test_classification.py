@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from psc_core import PRESETS, metrics, open_dataset
 from psc_core.answers import ClassificationPolicy
 from psc_core.compute import Compute
-from psc_core.data.dataset import ArraySource, ImageDataset, labelled
+from psc_core.data.dataset import ArraySource, ImageDataset, label_images
 from psc_core.errors import DataError, UsageError
 from psc_core.evaluation.baselines import fit_baselines
 from psc_core.evaluation.classification import (
@@ -77,7 +77,7 @@ def pixels(count: int, seed: int, *, low: int = 0, high: int = 200) -> Tensor:
 
 
 def dataset(name: str, images: Tensor, labels: Tensor, classes: tuple[str, ...] = CLASSES) -> ImageDataset:
-    return labelled(name, classes, ArraySource(images.numpy()), labels, PREPROCESS)
+    return label_images(name, classes, ArraySource(images.numpy()), labels, PREPROCESS)
 
 
 def inside(count: int, seed: int) -> ImageDataset:

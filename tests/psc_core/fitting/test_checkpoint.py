@@ -15,7 +15,7 @@ from psc_core.cli import fit as cli
 from psc_core.cli import job
 from psc_core.compute import Compute
 from psc_core.errors import ExitCode
-from psc_core.fit_data import agreed
+from psc_core.fit_data import agree
 from tests.conftest import ROOT, TinyJob
 
 STAGES = ("collapse", "project", "fit_model")
@@ -195,8 +195,8 @@ class Peer(Compute):
 
 
 def test_processes_agree_on_finished_stages() -> None:
-    assert agreed("kept", Compute(torch.device("cpu"))) == "kept"
-    assert agreed(None, Compute(torch.device("cpu"))) is None
-    assert agreed("kept", Peer(torch.device("cpu"), others=1.0)) == "kept"
-    assert agreed("kept", Peer(torch.device("cpu"), others=0.0)) is None
-    assert agreed(None, Peer(torch.device("cpu"), others=1.0)) is None
+    assert agree("kept", Compute(torch.device("cpu"))) == "kept"
+    assert agree(None, Compute(torch.device("cpu"))) is None
+    assert agree("kept", Peer(torch.device("cpu"), others=1.0)) == "kept"
+    assert agree("kept", Peer(torch.device("cpu"), others=0.0)) is None
+    assert agree(None, Peer(torch.device("cpu"), others=1.0)) is None

@@ -15,7 +15,7 @@ from psc_core.answers import Target
 from psc_core.collapse import ChosenLayer
 from psc_core.data import cache
 from psc_core.data.cache import CachedSource, Scratch
-from psc_core.data.dataset import ArraySource, ImageDataset, measured, split_validation
+from psc_core.data.dataset import ArraySource, ImageDataset, number_images, split_validation
 from psc_core.data.open import image_folder
 from psc_core.errors import DataError, UsageError
 from psc_core.fit_data import FitData
@@ -146,7 +146,7 @@ def test_what_is_left_keeps_its_labels(tmp_path: Path) -> None:
     (images / "a" / "3.png").write_bytes(b"text")
     source = image_folder(images, TINY).source
     numbers = torch.arange(240.0, dtype=torch.float64)
-    good = replace(measured("good", Target(name="age"), source, numbers, TINY), name="good")
+    good = replace(number_images("good", Target(name="age"), source, numbers, TINY), name="good")
     data = FitData.of(good.subset(torch.arange(120, 240)), good, max_images=100)
     kept, _ = data.readable(1)
     assert kept.skipped == (0, 1) and kept.train is data.train
@@ -169,7 +169,7 @@ def test_a_class_without_images_that_can_be_decoded_ends_the_fit(folders: FitDat
 def test_a_half_of_equal_numbers_is_refused() -> None:
     def ages(values: list[float]) -> ImageDataset:
         source = ArraySource(np.zeros((len(values), 3, 3), np.uint8))
-        return measured("some", Target(name="age"), source, torch.tensor(values), TINY)
+        return number_images("some", Target(name="age"), source, torch.tensor(values), TINY)
 
     train, alike = ages([float(number) for number in range(60)]), ages([0.0] * 40)
     for index in (0, 39):  # One number that differs is in one half.
@@ -183,7 +183,7 @@ def test_rejects_another_task_target_or_network(
     net: nn.Module, train: ImageDataset, val: ImageDataset, projection: FittedProjection
 ) -> None:
     source, two = ArraySource(np.zeros((2, 3, 3), np.uint8)), torch.tensor([1.0, 2.0])
-    age, dose = (measured("some", Target(name=name), source, two, TINY) for name in ("age", "dose"))
+    age, dose = (number_images("some", Target(name=name), source, two, TINY) for name in ("age", "dose"))
     with pytest.raises(DataError, match="got age and dose"):
         FitData.of(age, dose)
     for task, said in (("regression", "the task of these images is classification"), ("sorting", "got 'sorting'")):

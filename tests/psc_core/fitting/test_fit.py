@@ -21,7 +21,7 @@ from psc_core import (
 )
 from psc_core import fit as stages
 from psc_core.collapse import ChosenLayer
-from psc_core.data.dataset import ImageDataset, balanced, concatenate
+from psc_core.data.dataset import ImageDataset, concatenate, draw_balanced
 from psc_core.errors import FitError, LoaderWarning, NetworkError, UsageError
 from psc_core.fit import trial_of
 from psc_core.fit_data import FitData, FitJob
@@ -52,7 +52,7 @@ def test_sizes_without_validation_images(net: nn.Module, train: ImageDataset, va
     assert fitted.projection.c_proj * fitted.projection.d_proj >= 64
     assert fitted.report.of_size()[1] >= fitted.report.scaled_nc4 - 0.01
     few = fit_projection(net, chosen, train, max_images=60, settings=SETTINGS).report
-    assert torch.equal(few.nc1, fit_projection(net, chosen, balanced(train, 60), settings=SETTINGS).report.nc1)
+    assert torch.equal(few.nc1, fit_projection(net, chosen, draw_balanced(train, 60), settings=SETTINGS).report.nc1)
 
 
 def test_a_loss_of_nc4_is_said_where_z_alone_is_read(net: nn.Module, train: ImageDataset, val: ImageDataset) -> None:
@@ -133,7 +133,7 @@ def test_stages_read_their_settings(job: str, images: str, data_root: Path, requ
     trained: TinyJob = request.getfixturevalue(job)
     opened = partial(open_dataset, f"{images}:{data_root}", preprocess=PRESETS["mnist"])
     data = FitData.of(opened(split="train"), opened(split="val"))
-    settings = stages.checked(FitSettings(device="cpu", minimum_dim=8), data)
+    settings = stages.check_settings(FitSettings(device="cpu", minimum_dim=8), data)
     read: dict[Stage, set[str]] = {stage: set() for stage in Stage}
     jobs = {stage: FitJob(data, recording(settings, read[stage]), settings.compute()) for stage in Stage}
     chosen = stages.collapse(trained.net, jobs[Stage.COLLAPSE]).choose()

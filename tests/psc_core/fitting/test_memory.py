@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from psc_core import FitSettings, features, fit_projection, fit_psc, measure_collapse
-from psc_core.data.dataset import ArraySource, ImageDataset, labelled
+from psc_core.data.dataset import ArraySource, ImageDataset, label_images
 from psc_core.heads import softmax
 from psc_core.images.preprocess import PRESETS
 from psc_core.linalg import ClassScatter, class_pairs
@@ -66,7 +66,7 @@ def repeated(images: int, seed: int, distinct: int = 200) -> ImageDataset:
     labels = torch.arange(distinct) % CLASSES
     pixels = np.random.default_rng(seed).integers(0, 128, (distinct, 28, 28), dtype=np.uint8)
     pixels[:, :14, :14] += (labels.numpy()[:, None, None] * 30).astype(np.uint8)
-    once = labelled("repeated", list("abcd"), ArraySource(pixels), labels, PRESETS["mnist"])
+    once = label_images("repeated", list("abcd"), ArraySource(pixels), labels, PRESETS["mnist"])
     at = torch.arange(images) % distinct
     return replace(once, indices=at, labels=labels[at], offsets=torch.arange(images + 1))
 

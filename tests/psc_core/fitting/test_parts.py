@@ -16,7 +16,7 @@ from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
 from psc_core.fit_data import Checkpoint
-from psc_core.fit_parts import Layers, MapChoice, choose_map, cut, early_layers, fewest_positions, read, rounded
+from psc_core.fit_parts import Layers, MapChoice, choose_map, cut, early_layers, fewest_positions, read, round_floats
 from psc_core.heads import sngp, softmax
 from psc_core.images.preprocess import PRESETS
 from psc_core.maps import Grid, PositionMoments
@@ -209,7 +209,7 @@ def test_layers_whose_positions_are_alike_have_no_map(val: ImageDataset) -> None
 
 
 def test_numbers_of_a_report_have_nine_digits() -> None:
-    assert rounded({"a": [1 / 3, (2, "x")]}) == {"a": [0.333333333, [2, "x"]]}
+    assert round_floats({"a": [1 / 3, (2, "x")]}) == {"a": [0.333333333, [2, "x"]]}
 
 
 def test_fewest_within_the_tolerance_of_the_best() -> None:

@@ -16,7 +16,7 @@ from psc_core.calibrate import (
     TIMES,
     LoggedLabel,
     Sample,
-    extended,
+    extend_pipeline,
     read_outside,
     read_sample,
     recalibrate_from_sample,
@@ -385,7 +385,7 @@ def test_stored_images_move_with_the_density(model: FittedModel, wide: Sample, m
         )
         pipeline = Pipeline(scorer, model.pipeline.calibration_scores, model.pipeline.checks, None, kept)
         read = recalibrate._read(scorer, more, recalibrate.Compute(model.device))
-        new = extended(pipeline, read, 1000, 10)
+        new = extend_pipeline(pipeline, read, 1000, 10)
         assert new.stored_images is not None
         moved = new.scorer.density.coordinates(embedding.density_input).float()
     torch.testing.assert_close(new.stored_images.embedding, moved, rtol=1e-4, atol=1e-4)

@@ -20,7 +20,7 @@ from psc_core.log.erase import erase
 from psc_core.log.labels import (
     Label,
     Labels,
-    joined,
+    join_labels,
     label_files,
     labels_of,
     read_answers,
@@ -61,7 +61,9 @@ def test_labels_beside_rows(tmp_path: Path) -> None:
     write_labels(log, [Label(None, None, digest(2), "none_of_the_classes", None, "folder", TIME)])
     labels = read_labels(log)
     assert [OF_ROW] in [read_label_file(log, name) for name, _ in label_files(log)]
-    found = {row["request_id"]: row for batch in joined(read_rows(log, "m"), labels, "m") for row in batch.to_pylist()}
+    found = {
+        row["request_id"]: row for batch in join_labels(read_rows(log, "m"), labels, "m") for row in batch.to_pylist()
+    }
     assert {name: (row["kind"], row["true_label"]) for name, row in found.items()} == {
         "r0": ("label", "cat"), "r1": (None, None), "r2": ("none_of_the_classes", None),
         "r9": ("none_of_the_classes", None),

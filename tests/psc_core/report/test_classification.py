@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from psc_core import PSC, open_dataset
 from psc_core.answers import ACCEPTS_NOTHING
 from psc_core.bundle import Bundle, read_bundle
-from psc_core.data.dataset import ArraySource, labelled
+from psc_core.data.dataset import ArraySource, label_images
 from psc_core.evaluation.classification import ClassificationEvaluator
 from psc_core.images.preprocess import Preprocess
 from psc_core.report import classification
@@ -41,7 +41,7 @@ def test_pictures_are_the_extremes_of_each_class(shipped_bundle: Path, data_root
 def test_large_images_are_shown_small() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (2, 300, 200), dtype=np.uint8)
     preprocess = Preprocess("L", 300, 200, None, (0.5,), (0.5,))
-    data = labelled("large", ("a", "b"), ArraySource(pixels), torch.tensor([0, 1]), preprocess)
+    data = label_images("large", ("a", "b"), ArraySource(pixels), torch.tensor([0, 1]), preprocess)
     small = classification.thumbnail(data, 1)
     assert small.shape == (1, 96, 64) and small.dtype == torch.uint8
     assert abs(float(small.float().mean()) - pixels[1].mean()) < 2

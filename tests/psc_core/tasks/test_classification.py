@@ -31,7 +31,7 @@ from psc_core.answers import (
     ClassificationExplanation,
     ClassificationPolicy,
 )
-from psc_core.data.dataset import ArraySource, ImageDataset, labelled
+from psc_core.data.dataset import ArraySource, ImageDataset, label_images
 from psc_core.errors import BundleError, FitError, UsageError
 from psc_core.heads.base import entropy
 from psc_core.tasks.base import FloatArray, Outputs, pack
@@ -431,6 +431,6 @@ def test_warns_of_validation_images_that_are_prepared_otherwise(
 ) -> None:
     val = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
     turned = torch.cat([batch.images for batch in val.batches(256)])[:, 0].flip(1).numpy()
-    others = labelled("turned", val.classes, ArraySource(turned), val.labels, val.preprocess)
+    others = label_images("turned", val.classes, ArraySource(turned), val.labels, val.preprocess)
     said = Classification.first_evaluation(tiny_job.net, train, others, COMPUTE)
     assert "much harder" in said.warning

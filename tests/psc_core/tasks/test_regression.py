@@ -27,10 +27,10 @@ from psc_core.tasks.base import Outputs
 from psc_core.tasks.regression import (
     Calibration,
     Regression,
-    binned,
     calibration_metrics,
     fit_calibration,
-    in_bins,
+    label_in_bins,
+    label_with_bins,
     network_rmse,
     quantile_edges,
     width_without_image,
@@ -208,7 +208,7 @@ def test_limits_and_intervals_beyond_every_float32() -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=300).filter(lambda v: min(v) < max(v)))
 def test_bins_part_the_numbers(values: list[float]) -> None:
-    train, again = binned(numbers(values), numbers(values))
+    train, again = label_with_bins(numbers(values), numbers(values))
     edges = quantile_edges(torch.tensor(values))
     assert train.labels.tolist() == [sum(value >= edge for edge in edges.tolist()) for value in values]
     counts = train.labels.bincount(minlength=len(train.classes))
@@ -218,7 +218,7 @@ def test_bins_part_the_numbers(values: list[float]) -> None:
 
 
 def test_many_numbers_fill_bins_alike() -> None:
-    train = in_bins(numbers([float(i) for i in range(400)]), quantile_edges(torch.arange(400.0)))
+    train = label_in_bins(numbers([float(i) for i in range(400)]), quantile_edges(torch.arange(400.0)))
     assert train.labels.bincount().tolist() == [40] * 10
     assert (train.classes[0], train.classes[1], train.classes[-1]) == ("below 40", "40 to 80", "360 and above")
 

@@ -11,7 +11,7 @@ import pytest
 from app.http.feedback import Feedback
 from psc_core.calibrate import images_of, reviewed_of
 from psc_core.log.erase import erase
-from psc_core.log.labels import joined, read_labels
+from psc_core.log.labels import join_labels, read_labels
 from psc_core.log.store import Log, open_log, read_rows
 from psc_core.model import FittedModel
 from tests.app.fakes import FakeModel, FakePipelineWithChecks, FakeValueModel, png
@@ -178,9 +178,9 @@ async def test_a_label_of_a_shown_image_calibrates_only_within_the_random_sample
             assert (await app.client.post("/feedback", json=body, headers=KEY)).status_code == 200
     log = open_log(tmp_path)
     labels = read_labels(log)
-    kinds = [each for batch in joined(read_rows(log, "m"), labels, "m") for each in batch["kind"].to_pylist()]
+    kinds = [each for batch in join_labels(read_rows(log, "m"), labels, "m") for each in batch["kind"].to_pylist()]
     assert kinds == ["label"] * 3
-    assert reviewed_of(images_of(joined(read_rows(log, "m", sampled=True), labels, "m"))) == []
+    assert reviewed_of(images_of(join_labels(read_rows(log, "m", sampled=True), labels, "m"))) == []
 
 
 async def test_a_damaged_log_shows_no_images(tmp_path: Path) -> None:
