@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 def score(args: argparse.Namespace) -> None:
     from psc_core.bundle import read_bundle
+    from psc_core.compute import launched_process
     from psc_core.model import load_model
     from psc_core.scoring import NamedImage, PartWriter, in_parts, named_images, write_on_ray, write_parts
 

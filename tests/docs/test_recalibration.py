@@ -12,12 +12,12 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-MODULES = {
-    "psc-serve": "app.cli",
-    "psc-predict": "app.client_cli",
-    "psc-log": "psc_core.cli.log",
-    "psc-recalibrate": "psc_core.cli.log",
-    "psc-replay": "psc_core.cli.log",
+ENTRIES = {
+    "psc-serve": "app.cli:main",
+    "psc-predict": "app.client_cli:main",
+    "psc-log": "psc_core.cli.log:main",
+    "psc-recalibrate": "psc_core.cli.log:recalibrate_main",
+    "psc-replay": "psc_core.cli.log:replay_main",
 }
 GUARD_SECONDS = 1200
 READY = "until python -c \"import httpx; assert httpx.get('$URL/readyz').is_success\" 2> /dev/null; do sleep 0.2; done"
@@ -37,9 +37,13 @@ def test_the_circle_runs_as_it_stands(tmp_path: Path) -> None:
     script += ["kill %1", "wait %1"]
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name, words in {"python": "", **{name: f"-m {module} " for name, module in MODULES.items()}}.items():
-        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n')
-        (commands / name).chmod(0o755)
+    (commands / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    for name, entry in ENTRIES.items():
+        module, function = entry.split(":")
+        program = f"import sys\nfrom {module} import {function}\nsys.exit({function}())"
+        (commands / name).write_text(f"#!{sys.executable}\n{program}\n")
+    for file in commands.iterdir():
+        file.chmod(0o755)
     work = tmp_path / "work"
     work.mkdir()
     for name in ("artifacts", "tests"):
@@ -65,7 +69,7 @@ def test_the_circle_runs_as_it_stands(tmp_path: Path) -> None:
     reviewed, of_class = map(int, re.findall(r"(\d+) reviewed: (\d+) of a class", run.stdout)[0])
     assert 300 < reviewed == of_class < 500 and "next: psc-serve" in run.stdout
     assert f"Of all answered images, by the {reviewed} of the random sample" in run.stdout
-    assert f"each of the {800 - reviewed} images outside the random sample counts this many times" in run.stdout
+    assert f"each of {800 - reviewed} images outside the sample counts this many times" in run.stdout
     before, after = map(float, re.findall(r"of a class: ([\d.]+)% before, at most ([\d.]+)% ", run.stdout)[0])
     assert before > 2 * after
     assert (work / "replay.html").stat().st_size > 10_000

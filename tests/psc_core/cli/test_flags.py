@@ -7,11 +7,23 @@ import pytest
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], [], ["--unknown"]])
-@pytest.mark.parametrize("command", ["evaluate", "fit", "log", "recalibrate", "replay", "report", "score"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate.main",
+        "evaluate.report_main",
+        "fit.main",
+        "log.main",
+        "log.recalibrate_main",
+        "log.replay_main",
+        "score.main",
+    ],
+)
 def test_help_the_version_and_usage_errors_import_no_torch(command: str, arguments: list[str]) -> None:
+    module, function = command.split(".")
     program = f"""
 import sys
-from psc_core.cli.{command} import main
+from psc_core.cli.{module} import {function} as main
 try:
     main({arguments!r})
 finally:
