@@ -49,7 +49,7 @@ _MODULES = {
     "open_loader": "data.loaders",
 }
 
-__all__ = ["__version__", *_MODULES]
+__all__ = [*_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -187,7 +187,7 @@ def refit_temperature(pipeline: Pipeline, data: ImageDataset, settings: FitSetti
     head = pipeline.scorer.head.refit_temperature(scored.probabilities, data.first_labels())
     if head is pipeline.scorer.head:
         return pipeline
-    scorer, checks = pipeline.scorer.replace(head=head), pipeline.checks
+    scorer, checks = pipeline.scorer.replace(head=head.to(pipeline.scorer.scale.device)), pipeline.checks
     if checks is not None:
         scores = score_dataset(scorer, data, compute, "checks").scores
         checks = fit_checks(checks.names, *[check_values(checks.names, scores)] * 2)
@@ -466,7 +466,8 @@ def extend_pipeline(pipeline: Pipeline, read: _DensityInputs, examples: int, tim
     if scorer.texture is not None and read.early is not None:
         texture = extend_density(scorer.texture, read.early, read.labels, examples=examples, times=times).density
     stored_images = None if pipeline.stored_images is None else pipeline.stored_images.moved(found.moved)
-    return pipeline.with_scorer(scorer.replace(density=found.density, texture=texture), stored_images=stored_images)
+    scorer = scorer.replace(density=found.density, texture=texture).to(scorer.scale.device)
+    return pipeline.with_scorer(scorer, stored_images=stored_images)
 
 
 def _choose(aurocs: Mapping[int, Auroc]) -> int:

@@ -121,7 +121,7 @@ class Scorer(nn.Module):
     def replace(self, **parts: Any) -> Scorer:
         """Return a scorer with other parts, by the names of the constructor; it shares everything else."""
         names = ("preprocess", "backbone", "projection", "density", "head", "texture", "head_layers")
-        return Scorer(**{name: parts.get(name, getattr(self, name)) for name in names}).to(self.scale.device)
+        return Scorer(**{name: parts.get(name, getattr(self, name)) for name in names})
 
     @property
     def precision(self) -> Precision:

@@ -258,7 +258,7 @@ def request(sampling: Sampling, model: FakeModel | None = None, *, is_monitored:
     model = model or FakeModel()
     images = torch.stack([torch.from_numpy(pixels(value))[None] for value in VALUES])
     outputs = model.outputs(model.pipeline(images).numpy())
-    decisions = model.decide(outputs)
+    decisions = model.calibration.decide(outputs, model.policy)
     source = Source("m", LoggedModel(model.version, model.task, model.classes), sampling)
     files = [EncodedImage(png(value)) for value in VALUES]
     return Waiting(source, NOON, "r", files, outputs, decisions, model.policy, is_monitored, 100)

@@ -277,7 +277,7 @@ def test_tensor_tables_match_layouts(heading: str, kinds: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(
     ("heading", "part"),
-    [("Projection", "projection"), ("Calibration", "calibration"), ("Map", "map"), ("StoredImages", "stored_images")],
+    [("Projection", "projection"), ("Calibration", "calibration"), ("Map", "map"), ("Stored images", "stored_images")],
 )
 def test_tensor_tables_match_files(bundles: dict[str, Path], heading: str, part: str) -> None:
     paths = [path for path in bundles.values() if (path / f"{part}.safetensors").exists()]

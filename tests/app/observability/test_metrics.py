@@ -131,7 +131,7 @@ def test_a_regression_is_counted_by_its_target() -> None:
     target.show()
     packed = model.pipeline(torch.tensor([0, 64, 255], dtype=torch.uint8)[:, None, None, None].expand(3, 1, 8, 8))
     outputs = model.outputs(packed.numpy())
-    target.predicted(outputs, model.decide(outputs), [1, 2, 3])
+    target.predicted(outputs, model.calibration.decide(outputs, model.policy), [1, 2, 3])
     target.flush()
     values = exposed(metrics)
     assert values['psc_predictions_total{label="brightness",model="m"}'] == 3

@@ -395,7 +395,7 @@ def test_stored_images_move_with_the_density(model: FittedModel, wide: Sample, m
 
 def test_checks_alone(model: FittedModel, wide: Sample, more: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampled images are another camera's, so checks fitted to them are better; the densities are the same here."""
-    monkeypatch.setattr(recalibrate, "extended", lambda pipeline, *_: pipeline)
+    monkeypatch.setattr(recalibrate, "extend_pipeline", lambda pipeline, *_: pipeline)
     found = recalibrate.extend(model, more, wide.of_class, recalibrate.Compute(model.device))
     assert [*found.aurocs.values()] == [found.aurocs[0]] * len(TIMES)
     assert found.times == 0 and found.pipeline is model.pipeline and "the density stays as it is" in found.warning()

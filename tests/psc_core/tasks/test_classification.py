@@ -47,7 +47,7 @@ from psc_core.tasks.classification import (
     network_accuracy,
 )
 from tests.conftest import TinyJob
-from tests.decisions import Decider
+from tests.decisions import IMAGES, Decider
 from tests.reference import calibration as naive
 
 TASK = Classification()
@@ -66,7 +66,7 @@ packed_outputs = (
 )
 policies = st.builds(
     ClassificationPolicy,
-    alpha=st.floats(2**-20, 1 - 2**-20, width=32),
+    alpha=st.integers(1, IMAGES).map(lambda rank: rank / (IMAGES + 1)),
     ambiguity_threshold=fractions,
     coverage=st.just(0.9),
 )
@@ -88,7 +88,8 @@ def naive_document(
 ) -> dict[str, Any]:
     entropy, log_density, ood_score, p_value, epistemic, *probabilities = values
     best = max(range(3), key=lambda k: (probabilities[k], -k))
-    is_ood = bool(p_value <= np.float32(policy.alpha))
+    steps = IMAGES + 1  # p-values are whole numbers of these
+    is_ood = p_value * steps <= round(policy.alpha * steps) + 0.5
     ambiguous = bool(entropy > np.float32(policy.ambiguity_threshold))
     document: dict[str, Any] = {"label": CLASSES[best], "class_index": best, "confidence": probabilities[best]}
     if top_k is None:
@@ -114,7 +115,7 @@ def test_equals_the_naive_document(
     packed: FloatArray, probability: float, policy: ClassificationPolicy, top_k: int | None
 ) -> None:
     outputs = Outputs(packed, CLASSIFICATION_SCORES, ())
-    outputs["ood_p_value"][:] = np.clip(outputs["ood_p_value"], 0, 1)
+    outputs["ood_p_value"][:] = np.round(np.clip(outputs["ood_p_value"], 0, 1) * (IMAGES + 1)) / (IMAGES + 1)
     expected = [naive_document(values, probability, policy, top_k) for values in packed.tolist()]
     got = documents(outputs, probability, policy, top_k)
     for document, of_image in zip(got, expected, strict=True):
