@@ -39,10 +39,7 @@ from psc_core.settings import Backend
 
 BACKLOG: Final = 2048  # the number of connections that may wait to be accepted
 # The decisions that ``log_images`` may name.
-_DECISIONS: Final = (
-    "abstained",
-    *dict.fromkeys((*REGRESSION_DECISIONS, *CLASSIFICATION_DECISIONS)),
-)
+_DECISIONS: Final = ("abstained", *dict.fromkeys((*REGRESSION_DECISIONS, *CLASSIFICATION_DECISIONS)))
 MAX_DECODE_THREADS: Final = 16  # the maximum number of threads that decode images where ``decode_threads`` is unset
 _LOG_FRACTION: Final = 0.2  # the fraction of ``drain_seconds`` that is kept for the prediction log
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -207,7 +207,7 @@ CheckPValues = Annotated[
     dict[str, float] | None,
     Field(
         description="p-value of each check: `texture` (unusual texture), `content` (unknown content), `confidence` "
-        "(no class has much evidence); left out for a model without checks.",
+        "(no class has much evidence); left out for a model without checks."
     ),
 ]
 
@@ -484,8 +484,7 @@ class PredictQuery(BaseModel):
         "drift and of the metrics of scores, and counted in `psc_unmonitored_images_total`.",
     )
     alpha: Alpha | None = Field(
-        default=None,
-        description="`is_ood` if p ≤ alpha, in this request; at least 1/(n + 1) for n calibration images.",
+        default=None, description="`is_ood` if p ≤ alpha, in this request; at least 1/(n + 1) for n calibration images."
     )
 
 
@@ -508,6 +507,5 @@ class RegressionQuery(PredictQuery):
     """The query parameters of a request to a regression."""
 
     max_width: MaxWidth | None = Field(
-        default=None,
-        description="For regressions: `abstain_uncertain` if the interval is wider, in this request.",
+        default=None, description="For regressions: `abstain_uncertain` if the interval is wider, in this request."
     )

@@ -145,11 +145,7 @@ def calibrate_pipeline(
 
 
 def with_calibration(
-    model: FittedModel,
-    pipeline: Pipeline,
-    found: Calibrated,
-    data: ImageDataset,
-    entry: Mapping[str, Any],
+    model: FittedModel, pipeline: Pipeline, found: Calibrated, data: ImageDataset, entry: Mapping[str, Any]
 ) -> FittedModel:
     """Return ``model`` with a pipeline that was calibrated again, and no version: no bundle holds it yet."""
     metrics = {**model.report.get("metrics", {}), **found.metrics}

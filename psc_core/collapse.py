@@ -499,12 +499,7 @@ def measure_layers(
 
 
 def _rounds(
-    backbone: Backbone,
-    group: LayerGroup,
-    train: ImageDataset,
-    compute: Compute,
-    sums: Mapping[str, Tensor],
-    label: str,
+    backbone: Backbone, group: LayerGroup, train: ImageDataset, compute: Compute, sums: Mapping[str, Tensor], label: str
 ) -> Iterator[Round]:
     """Yield the rounds of a group with their class means, each after a pass over the training images into ``sums``."""
     shard, step = compute.shard(train), feature_step(backbone)

@@ -294,7 +294,7 @@ def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:
     except NetworkError as error:
         warn(
             f"the fitted model predicts, but cannot be saved: {error}; a network that a function builds can, as "
-            'net = load_network("package.module:function", weights="net.pth", num_classes=…)',
+            'net = load_network("package.module:function", weights="net.pth", num_classes=…)'
         )
 
 

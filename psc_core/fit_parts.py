@@ -407,12 +407,7 @@ class FittedParts:
         return () if self.chosen_checks is None else self.chosen_checks.names
 
 
-def fit_parts(
-    net: nn.Module,
-    chosen: ChosenLayer,
-    projection: FittedProjection,
-    job: FitJob,
-) -> FittedParts:
+def fit_parts(net: nn.Module, chosen: ChosenLayer, projection: FittedProjection, job: FitJob) -> FittedParts:
     """Take the steps above and return the parts."""
     data, settings, compute = job.data, job.settings, job.compute
     is_base = settings.predictions == "original"
@@ -553,10 +548,7 @@ TRAINING_IMAGES: Final = 10_000  # maximum number of training images that the de
 
 
 def compare_positions(
-    backbone: Backbone,
-    largest: Projection,
-    sizes: Sequence[tuple[int, int]],
-    job: FitJob,
+    backbone: Backbone, largest: Projection, sizes: Sequence[tuple[int, int]], job: FitJob
 ) -> dict[int, float]:
     """Return the mean AUROC of synthetic against real images for each number of spatial components."""
     data, compute = job.data, job.compute

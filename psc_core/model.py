@@ -581,10 +581,7 @@ MODEL_CLASSES: tuple[type[FittedModel], ...] = (PSC, PSCRegressor)  # of other t
 
 @own_state()
 def load_model(
-    path: str | Path,
-    *,
-    device: str | torch.device = "auto",
-    allow_factories: Collection[str] = (),
+    path: str | Path, *, device: str | torch.device = "auto", allow_factories: Collection[str] = ()
 ) -> FittedModel:
     """Read, verify, build and probe a bundle of any task; see :meth:`psc_core.PSC.load`.
 

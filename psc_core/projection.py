@@ -278,13 +278,7 @@ def tucker_factors(
     from tensorly.decomposition import tucker
 
     with tensorly.backend_context("pytorch", local_threadsafe=True):
-        _, factors = tucker(
-            tensor,
-            rank=[*core.shape],
-            n_iter_max=ITERATIONS,
-            tol=1e-6,
-            init=(core, start),
-        )
+        _, factors = tucker(tensor, rank=[*core.shape], n_iter_max=ITERATIONS, tol=1e-6, init=(core, start))
     a, b = (linalg.fix_signs(factor).to(correlation.device) for factor in factors[:2])
     return a, b
 
@@ -381,10 +375,7 @@ class ProjectionReport:
 
 
 def choose_ranks(
-    nc1: Float[Tensor, "c_max d_max"],
-    nc4: Float[Tensor, "c_max d_max"],
-    reference_nc4: float,
-    settings: FitSettings,
+    nc1: Float[Tensor, "c_max d_max"], nc4: Float[Tensor, "c_max d_max"], reference_nc4: float, settings: FitSettings
 ) -> tuple[int, int, str]:
     """Return the smallest c·d with NC1 > ε and NC4 ≥ ``reference_nc4`` − :data:`NC4_LOSS`, on a tie by NC4.
 
@@ -498,11 +489,7 @@ MAX_COMPONENTS = 2048
 
 
 def fit_tucker(
-    backbone: Backbone,
-    train: ImageDataset,
-    selection: ImageDataset,
-    settings: FitSettings,
-    compute: Compute,
+    backbone: Backbone, train: ImageDataset, selection: ImageDataset, settings: FitSettings, compute: Compute
 ) -> tuple[Projection, ProjectionReport, Float[Tensor, "c_max d_max"]]:
     """Fit the largest projection, on the device, measure its sizes on the selection split and choose one.
 

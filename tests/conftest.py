@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
+
+if TYPE_CHECKING:
+    from psc_core.data.dataset import ImageDataset
 
 # Before psc_core is imported by any test: annotations become checks.
 install_import_hook("psc_core", "beartype.beartype")
@@ -34,14 +39,21 @@ ROOT = Path(__file__).resolve().parents[1]
 SHIPPED_BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
 
 
-# Folders whose tests start processes, browsers or whole fits.
-THOROUGH = {"across", "attacks", "browser", "deploy", "docs", "nightly"}
+# Folders and files whose tests start processes, browsers or whole fits.
+THOROUGH = (
+    "/across/", "/attacks/", "/browser/", "/deploy/", "/docs/", "/nightly/", "/app/test_healthcheck.py",
+    "/app/test_server.py", "/cli/test_job.py", "/fitting/test_calibrate.py", "/fitting/test_checkpoint.py",
+    "/fitting/test_distributed.py", "/fitting/test_in_memory.py", "/fitting/test_memory.py",
+    "/fitting/test_recalibrate.py", "/fitting/test_stored_images.py", "/network/test_export.py",
+    "/network/test_onnx.py", "/psc_core/test_allocator.py", "/psc_core/test_bundle_format.py",
+    "/tests/test_examples.py", "/tests/test_openapi.py", "/tests/test_serving_imports.py", "/tests/test_shipped.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that ``make test`` leaves to ``make test-all``."""
     for item in items:
-        if THOROUGH & {*item.path.relative_to(ROOT).parts}:
+        if any(part in item.path.as_posix() for part in THOROUGH):
             item.add_marker(pytest.mark.thorough)
 
 
@@ -71,39 +83,24 @@ def shipped_bundle() -> Path:
     return SHIPPED_BUNDLE
 
 
-@pytest.fixture(scope="session")
-def tiny_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> TinyJob:
-    """A small network trained on real digits and its command line for ``psc-fit``, once a test process."""
+def _job(folder: Path, data: str, train: Callable[[ImageDataset], torch.nn.Module], *words: str) -> TinyJob:
     from safetensors.torch import save_file
 
     from psc_core.data.open import open_dataset
     from psc_core.images.preprocess import PRESETS
+
+    net, weights = train(open_dataset(data, split="train", preprocess=PRESETS["mnist"])), folder / "net.safetensors"
+    save_file(net.state_dict(), weights)
+    args = ["--model", "tests.tiny:network", "--weights", str(weights), "--preset", "mnist", "--device", "cpu"]
+    return TinyJob(folder, (*args, "--train", data, "--val", data, "--minimum-dim", "8", *words), net)
+
+
+@pytest.fixture(scope="session")
+def tiny_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> TinyJob:
+    """A small network trained on real digits and its command line for ``psc-fit``, once a test process."""
     from tests import tiny
 
-    folder = tmp_path_factory.mktemp("tiny")
-    data = f"dirty-mnist:{data_root}"
-    net = tiny.train(open_dataset(data, split="train", preprocess=PRESETS["mnist"]))
-    weights = folder / "net.safetensors"
-    save_file(net.state_dict(), weights)
-    args = [
-        "--model",
-        "tests.tiny:network",
-        "--weights",
-        str(weights),
-        "--preset",
-        "mnist",
-        "--train",
-        data,
-        "--val",
-        data,
-        "--device",
-        "cpu",
-        "--minimum-dim",
-        "8",
-        "--stored-images",
-        "20",
-    ]
-    return TinyJob(folder, tuple(args), net)
+    return _job(tmp_path_factory.mktemp("tiny"), f"dirty-mnist:{data_root}", tiny.train, "--stored-images", "20")
 
 
 @pytest.fixture(scope="session")
@@ -119,20 +116,10 @@ def tiny_bundle(tiny_job: TinyJob) -> Path:
 @pytest.fixture(scope="session")
 def angle_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> TinyJob:
     """A small network that predicts the angle of turned digits, and its command line for ``psc-fit``."""
-    from safetensors.torch import save_file
-
-    from psc_core.data.open import open_dataset
-    from psc_core.images.preprocess import PRESETS
     from tests import tiny
 
-    folder = tmp_path_factory.mktemp("angle")
-    data = f"rotated-mnist:{data_root}"
-    net = tiny.train_values(open_dataset(data, split="train", preprocess=PRESETS["mnist"]))
-    weights = folder / "net.safetensors"
-    save_file(net.state_dict(), weights)
-    args = ["--task", "regression", "--model", "tests.tiny:network", "--weights", str(weights), "--preset", "mnist"]
-    args += ["--train", data, "--val", data, "--device", "cpu", "--minimum-dim", "8", "--coverage", "0.9"]
-    return TinyJob(folder, tuple(args), net)
+    words = ("--task", "regression", "--coverage", "0.9")
+    return _job(tmp_path_factory.mktemp("angle"), f"rotated-mnist:{data_root}", tiny.train_values, *words)
 
 
 @pytest.fixture(scope="session")

@@ -85,9 +85,7 @@ class SngpHead(ClassifierHead):
 
 
 def random_features(
-    phi: Float[Tensor, "n dim"],
-    frequencies: Float[Tensor, "dim features"],
-    phases: Float[Tensor, " features"],
+    phi: Float[Tensor, "n dim"], frequencies: Float[Tensor, "dim features"], phases: Float[Tensor, " features"]
 ) -> Float[Tensor, "n features"]:
     """Return ``√2 cos(φ Ω / ℓ + β)``; ``frequencies`` are Ω / ℓ."""
     return torch.cos(torch.addmm(phases, phi, frequencies)) * math.sqrt(2.0)

@@ -506,6 +506,7 @@ def count_written(server: Server, kind: str = "rows") -> int:
     return metric(server, f'psc_log_{kind}_total{{model="m",result="written"}}')
 
 
+@pytest.mark.thorough
 def test_two_workers_write_at_once(tmp_path: Path) -> None:
     with serve_fake("--workers=2", f"--log={tmp_path}", "--log-flush-seconds=0.2", "--log-sample=0.5") as server:
         server.wait_for_log('"model ready"', 2)
@@ -521,6 +522,7 @@ def test_two_workers_write_at_once(tmp_path: Path) -> None:
     assert 0 < sum(row["sampled"] for row in rows.values()) < len(rows)
 
 
+@pytest.mark.thorough
 def test_sigterm_writes_what_is_held(tmp_path: Path) -> None:
     with serve_fake(f"--log={tmp_path}", "--log-flush-seconds=3600") as server:
         with predicting(server) as answers:
@@ -529,6 +531,7 @@ def test_sigterm_writes_what_is_held(tmp_path: Path) -> None:
     assert set(rows_by_request(tmp_path)) == {(request_of(answer), 0) for answer in answers}
 
 
+@pytest.mark.thorough
 def test_sigkill_loses_no_more_than_the_open_buffer(tmp_path: Path) -> None:
     with serve_fake(f"--log={tmp_path}", "--log-flush-seconds=0.3", "--log-sample=1") as server:
         with predicting(server) as answers:

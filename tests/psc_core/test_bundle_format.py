@@ -98,6 +98,7 @@ def images(data_root: Path) -> torch.Tensor:
     return torch.cat([*parts, noise, torch.zeros_like(noise[:1])])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["pooled++-laplace", *CLASSIFICATION])
 def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, name: str) -> None:
     psc, reader = PSC.load(bundles[name], device="cpu", allow_factories=ALLOW), SecondReader(bundles[name])
@@ -151,6 +152,7 @@ def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, na
     assert {"accept", "abstain_ood"} <= set(theirs.decision)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["blr", "dve", *REGRESSION])
 def test_second_reader_agrees_on_a_regression(regressions: dict[str, Path], images: torch.Tensor, name: str) -> None:
     path = regressions[name]

@@ -94,8 +94,7 @@ def test_score_matches_the_twin() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "selected", "n", "alpha"),
-    [(CHECKS, 50, 99, 0.05), (CHECKS, 20, 38, 0.05), (CHECKS[:2], 200, 99, 0.1)],
+    ("names", "selected", "n", "alpha"), [(CHECKS, 50, 99, 0.05), (CHECKS, 20, 38, 0.05), (CHECKS[:2], 200, 99, 0.1)]
 )
 def test_false_alarms_of_the_combined_score_are_beta_binomial(
     names: tuple[str, ...], selected: int, n: int, alpha: float

@@ -46,6 +46,7 @@ def test_a_head_reads_earlier_layers_one_of_which_is_the_textures(neighbours_bun
     torch.testing.assert_close(packed, model.predict(images).outputs.packed)
 
 
+@pytest.mark.thorough
 def test_real_digits_and_garments_get_the_same_decisions(shipped_bundle: Path, data_root: Path) -> None:
     psc = PSC.load(shipped_bundle, device="cpu")
     assert available_backends(psc) == BACKENDS

@@ -218,6 +218,7 @@ async def test_what_fails_outside_the_routes_stays_inside(monkeypatch: pytest.Mo
         assert "secret" not in caught.value.message()
 
 
+@pytest.mark.thorough
 def test_sigterm_answers_what_is_in_flight() -> None:
     port, calls = free_port(), 5
     with serve_fake(f"--grpc-port={port}", "--max-batch-size=1", "step=1", "linger=0.1") as server:
@@ -233,6 +234,7 @@ def test_sigterm_answers_what_is_in_flight() -> None:
             assert result.get_response().model_name == "m"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
 def test_two_workers_share_the_port_with_tls(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)

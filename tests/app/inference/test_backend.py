@@ -134,6 +134,7 @@ def test_a_graph_always_runs_in_onnx_runtime(psc: PSC, tmp_path: Path, caplog: p
         assert len(skipped) == (wanted == "plain"), wanted
 
 
+@pytest.mark.thorough
 def test_onnx_runtime_gives_the_outputs_of_the_shipped_bundle(psc: PSC) -> None:
     name, pipeline = choose_backend(psc, "onnx", max_batch=4, threads=1)
     images = torch.randint(0, 256, (3, 1, 28, 28), dtype=torch.uint8)

@@ -89,6 +89,7 @@ def test_tables_of_classes_are_fitted_and_evaluated(folder_args: list[str], tmp_
     assert code == 0 and "labels.csv: 36 images" in out and "same" in out, err
 
 
+@pytest.mark.thorough
 def test_few_images_that_cannot_be_decoded_are_skipped(  # type: ignore[no-untyped-def]
     folder_args: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_network_that_is_not_there_is_told_before_data_is_opened(tmp_path: Pat
     assert code == 2 and "give --allow-download to get it from the hub" in err
 
 
+@pytest.mark.thorough
 def test_a_graph_needs_no_permission(tiny_job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     words = [*tiny_job.args, "--graph", "--no-report", "--layers", "^[24]$", "--out", str(tmp_path / "b")]
     code, out, err = run(capsys, cli.main, words)

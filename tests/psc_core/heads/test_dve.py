@@ -13,14 +13,7 @@ from psc_core import features
 from psc_core.errors import BundleError
 from psc_core.fitted import restore
 from psc_core.heads import dve
-from psc_core.heads.dve import (
-    DeepVecchiaHead,
-    GaussianProcess,
-    condition,
-    nearest_points,
-    reduction,
-    vecchia_nll,
-)
+from psc_core.heads.dve import DeepVecchiaHead, GaussianProcess, condition, nearest_points, reduction, vecchia_nll
 from psc_core.tasks.regression import Regression
 from tests.psc_core.heads.classifiers import LargestTensor
 from tests.psc_core.heads.regressions import fit_head

@@ -271,6 +271,7 @@ def images(data_root: Path, name: str) -> Tensor:
     ).images
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("onednn", [False, True])
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])

@@ -234,6 +234,7 @@ def test_processes_that_start_together_do_not_refuse_each_other(
         cli.check_version(file, "abd")
 
 
+@pytest.mark.thorough
 def test_a_killed_run_goes_on(folder: Path, scored: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "psc_core.cli.score", str(folder), "--bundle", str(SHIPPED_BUNDLE)]
@@ -311,6 +312,7 @@ def test_parquet_in_and_out(folder: Path, scored: Path, tmp_path: Path) -> None:
         list(named_images(tmp_path / "images.parquet", "number"))
 
 
+@pytest.mark.thorough
 def test_ray_writes_what_one_process_writes(
     folder: Path, scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
