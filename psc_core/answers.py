@@ -242,7 +242,7 @@ class ExplanationMap(Document):
 
 
 class StoredImage(Document):
-    """A training image that the bundle keeps as a thumbnail."""
+    """A training image that the bundle stores, made smaller."""
 
     image: int = Field(ge=0, description="Its position in the training data, from 0.")
     label: str = Field(description="Its class; of a regression the bin of its number.")

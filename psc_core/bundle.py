@@ -250,12 +250,12 @@ def _manifest_type(task: type[Task]) -> type[Manifest]:
 
 
 def layers_of(
-    candidates: Sequence[str], head_layers: Sequence[str], texture: str | None, map_layer: str | None = None
+    chosen: Sequence[str], head_layers: Sequence[str], texture: str | None, map_layer: str | None = None
 ) -> list[str]:
-    """Return ``backbone.layers``: the candidates, the other layers of head and map, and last the texture's layer."""
+    """Return ``backbone.layers``: the chosen, the other layers of head and map, and last the texture's layer."""
     last = [] if texture is None else [texture]
     others = [*head_layers, *([] if map_layer is None else [map_layer])]
-    return list(dict.fromkeys([*candidates, *(name for name in others if name not in last), *last]))
+    return list(dict.fromkeys([*chosen, *(name for name in others if name not in last), *last]))
 
 
 def check_text(body: object) -> None:

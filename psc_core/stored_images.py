@@ -28,7 +28,7 @@ from psc_core.errors import BundleError, UsageError, shorten
 from psc_core.images.decode import as_base64, png_of
 from psc_core.images.preprocess import Pixels
 
-SIDE: Final = 64  # maximum height and width of a thumbnail, in pixels; with three channels it takes 12 KiB
+SIDE: Final = 64  # maximum height and width of a stored image, in pixels; with three channels it takes 12 KiB
 MAX_COUNT: Final = 4096  # maximum number of kept images; their pixels take 48 MiB
 NEAREST: Final = 3  # the number of kept images that an explanation names
 CANDIDATES: Final = 16  # the number of kept images whose exact distances are computed
@@ -140,7 +140,7 @@ class StoredImages(nn.Module):
         ]
 
     def _png_of(self, kept: int) -> str:
-        """Return a thumbnail's PNG in base64, made when it is first shown."""
+        """Return a stored image as PNG in base64, made when it is first shown."""
         if kept not in self._pngs:
             self._pngs[kept] = as_base64(png_of(self._on_host["pixels"][kept].numpy()))
         return self._pngs[kept]
