@@ -228,7 +228,7 @@ class ChannelMoments:
 
 
 def channel_moments(
-    batches: Iterable[Float[Tensor, "batch channels positions"]],
+    batches: Iterable[Float[Tensor, "_ channels positions"]],
     *,
     all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> ChannelMoments:
