@@ -16,10 +16,14 @@ from safetensors import safe_open
 
 from psc_core import PRESETS, PSC, PSCRegressor, open_dataset
 from psc_core.answers import CLASSIFICATION_DECISIONS
-from psc_core.bundle import GRAPH, PARTS, Manifest
+from psc_core.bundle import GRAPH, MAX_ARGUMENT, MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES, PARTS, Manifest
 from psc_core.density import DENSITIES
 from psc_core.heads import dve, sngp
 from psc_core.heads.softmax import TemperatureHead
+from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
+from psc_core.maps import LEVELS, MAX_POSITIONS
+from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
+from psc_core.stored_images import MAX_COUNT, SIDE
 from psc_core.tasks import TASKS
 from psc_core.tasks.classification import Classification
 from psc_core.tasks.regression import Regression
@@ -288,3 +292,15 @@ def test_tensor_tables_match_files(bundles: dict[str, Path], heading: str, part:
         with safe_open(path / f"{part}.safetensors", "numpy") as file:
             values = {("values", "")} if part == "stored_images" else set()  # of a regression
             assert {(name, "") for name in file.keys()} == documented_tensors(heading) - values  # noqa: SIM118
+
+
+def test_documented_limits() -> None:
+    assert MAX_MANIFEST_BYTES == 16 << 20 and "at most 16 MiB" in TEXT
+    assert MAX_DEPTH == 32 and "at most 32 levels" in TEXT
+    assert MAX_INPUT_PIXELS == 1 << 22 and "≤ 2²²" in TEXT
+    assert MAX_RESIZE == 8192 and "at most 8192" in TEXT
+    assert MAX_ARGUMENT == 1 << 16 and "at most 2¹⁶ in magnitude" in TEXT
+    assert MAX_POSITIONS == 4096 and "at most 4096 |" in TEXT and f"`levels` = {LEVELS}" in TEXT
+    assert MAX_COUNT == 4096 and SIDE == 64 and "integer, 1 to 4096" in TEXT and "integers, 1 to 64" in TEXT
+    assert MAX_AXES == 8 and "more than 8 axes" in TEXT
+    assert (MAX_WEIGHTS, MAX_MODULES) == (1 << 31, 1 << 15) and "2³¹ weights, 2¹⁵ modules" in TEXT

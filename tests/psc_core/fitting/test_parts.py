@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from psc_core.checks import CROP, PATCHES, TEXTURE, check_values, paste, regret
 from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
-from psc_core.fit_data import Checkpoint
+from psc_core.fit import project
+from psc_core.fit_data import Checkpoint, FitData, FitJob
 from psc_core.fit_parts import Layers, MapChoice, choose_map, cut, early_layers, fewest_positions, read, round_floats
 from psc_core.heads import sngp, softmax
 from psc_core.images.preprocess import PRESETS
@@ -250,6 +253,25 @@ def test_compared_density_is_the_one_that_is_fitted(net: nn.Module, train: Image
         scores = {kind: psc.predict(torch.cat(images)).ood_score for kind, images in made.items()}
         aurocs = [auroc(scores["real"], of_kind) for kind, of_kind in scores.items() if kind != "real"]
         assert sum(aurocs) / len(aurocs) == pytest.approx(expected, abs=1e-3)
+
+
+def test_no_images_are_mixed_where_any_are_ambiguous(
+    net: nn.Module, train: ImageDataset, val: ImageDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be they of the calibration split alone; as for the checks."""
+    asked = []
+
+    def recorded(*given: Any, mixed: bool, seed: int) -> Iterator[Mapping[str, torch.Tensor]]:
+        asked.append(mixed)
+        return synthetic.synthetic_batches(*given, mixed=mixed, seed=seed)
+
+    monkeypatch.setattr("psc_core.fit_parts.synthetic_batches", recorded)
+    settings = SETTINGS.changed({"c_proj": 6, "minimum_dim": 1, "density": "gda"})
+    plain = FitData.of(train, val)
+    two_labels = torch.stack([val.labels, (val.labels + 1) % 10], dim=1).flatten()
+    for data in (plain, replace(plain, val=replace(val, labels=two_labels, offsets=2 * val.offsets))):
+        project(net, ChosenLayer(("4",), "named by the test"), FitJob.of(data, settings))
+    assert asked == [True, False]
 
 
 @pytest.mark.parametrize("more", [{"density": "pooled++"}, {"density": "gda", "d_proj": 2}])
