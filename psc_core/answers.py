@@ -329,8 +329,8 @@ class ClassificationExplanation(BaseExplanation):
         description="The part of `predictive_entropy` that is the image's own, nats; null without a head's posterior."
     )
     epistemic: float | None = Field(
-        description="The rest of `predictive_entropy`, which more training data would remove, nats; null for base "
-        "predictions."
+        description="The rest of `predictive_entropy`, which more training data would remove, nats; null "
+        "without a head's posterior."
     )
 
 

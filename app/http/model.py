@@ -75,7 +75,7 @@ class ModelDocument(Document):
     name: str
     version: str
     layer: str
-    predictions: str = Field(description="`psc` or `base`.")
+    predictions: str = Field(description="`psc` or `original`.")
     task: TaskName
     epistemic_unit: str = Field(
         description="The unit of `epistemic`; empty for the original network's predictions, which lack it."

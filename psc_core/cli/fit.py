@@ -75,7 +75,9 @@ def parser() -> argparse.ArgumentParser:
     group = cli.add_argument_group("answers")
     text = "prediction of the network: a class, even where a table holds class indices, or a number"
     group.add_argument("--task", choices=tuple(HEAD_KINDS), help=f"{text} (default: {DEFAULTS.task})")
-    text = "psc: the head's; base: the network's own, scaled by a temperature; auto: the better on validation images"
+    text = (
+        "psc: the head's; original: the network's own, scaled by a temperature; auto: the better on validation images"
+    )
     _add_setting(group, "predictions", text)
     for_classifier, for_regression = (", ".join(kinds) for kinds in HEAD_KINDS.values())
     text = (

@@ -122,7 +122,7 @@ class _Dropped(nn.Module):
     def forward(self, *_: Any, **__: Any) -> Tensor:
         raise NetworkError(
             f"this input needs {self.name}, which was dropped because the trial input did not need it; fit with "
-            "predictions=base to keep the whole network"
+            "predictions=original to keep the whole network"
         )
 
 
