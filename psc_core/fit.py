@@ -1,15 +1,15 @@
 """Fit a model to a trained network, in three stages.
 
-    :func:`collapse`    network, images                        → :class:`.CollapseReport`, which names the chosen layer
-    :func:`project`     network, chosen, images             → :class:`.FittedProjection`, its features to z (B, D)
-    :func:`fit_model`   network, chosen, projection, images → :class:`FitResult`, the calibrated model
+    :func:`collapse`    network, images                      → :class:`.CollapseReport`, which names the chosen layer
+    :func:`project`     network, chosen, images              → :class:`.FittedProjection`, its features to z (B, D)
+    :func:`fit_model`   network, chosen, projection, images  → :class:`FitResult`, the calibrated model
 
 Training images fit, the selection split chooses, and the calibration split only calibrates (:class:`.FitData`).
 :func:`fit` takes all stages for ``PSC.fit``, and :func:`calibrate_on` is ``calibrate`` of a fitted model; a model that
 only predicts never imports this file.  Last come the stages under the names of the paper's pseudo-code:
 
     net        = load_network("torchvision:resnet18", weights="net.safetensors", num_classes=10)
-    chosen  = measure_collapse(net, train, val).choose()
+    chosen     = measure_collapse(net, train, val).choose()
     projection = fit_projection(net, chosen, train)
     psc        = fit_psc(net, chosen, projection, train, val, head="laplace")
 

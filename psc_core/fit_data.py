@@ -44,7 +44,7 @@ from psc_core.errors import DataError, UsageError
 from psc_core.projection import FittedProjection, Projection, ProjectionReport
 from psc_core.settings import FitSettings
 from psc_core.tasks import task_named, task_of_images
-from psc_core.tasks.base import FIRST_EVALUATION_IMAGES, FirstLook, Task
+from psc_core.tasks.base import FIRST_EVALUATION_IMAGES, FirstEvaluation, Task
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class FitJob:
         """Return a job of this process alone, on the device that the settings name."""
         return cls(data, settings, settings.compute())
 
-    def first_evaluation(self, net: nn.Module, max_bad_images: int = 0) -> FirstLook:
+    def first_evaluation(self, net: nn.Module, max_bad_images: int = 0) -> FirstEvaluation:
         """Return how good the original network, on the device, is on a few random images."""
         train, val = (
             only_readable(draw(images, FIRST_EVALUATION_IMAGES, self.data.seed), max_bad_images)

@@ -39,9 +39,7 @@ class Head(Fitted):
     """A fitted module that turns features, or the network's own output, into scores."""
 
     score_names: ClassVar[tuple[str, ...]]  # of the task, in the order of their columns
-    reads_output: ClassVar[bool] = (
-        False  # the network's own output, for the original network's predictions, and no features
-    )
+    reads_output: ClassVar[bool] = False  # the network's own output, and no features
     reads_layers: ClassVar[bool] = False  # earlier layers besides z, averaged over positions
     has_temperature: ClassVar[bool] = False  # whether it has a temperature that can be chosen again
     epistemic_unit: ClassVar[str] = ""  # unit of the epistemic uncertainty, for display; empty where there is none

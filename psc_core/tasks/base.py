@@ -360,7 +360,7 @@ class Calibrated(NamedTuple):
     metrics: Mapping[str, Any]  # JSON types
 
 
-class FirstLook(NamedTuple):
+class FirstEvaluation(NamedTuple):
     """How good the network is before anything is fitted to it."""
 
     text: str
@@ -467,7 +467,9 @@ class Task(BaseModel, ABC):
 
     @classmethod
     @abstractmethod
-    def first_evaluation(cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
+    def first_evaluation(
+        cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute
+    ) -> FirstEvaluation:
         """Say how good the original network, on the device, is on at most :data:`FIRST_EVALUATION_IMAGES` of each set.
 
         A person can compare it with what is known of the network: images that are resized, cropped or standardised

@@ -67,7 +67,7 @@ from psc_core.tasks.base import (
     BasePrediction,
     Calibrated,
     Datatype,
-    FirstLook,
+    FirstEvaluation,
     FloatArray,
     Outputs,
     Task,
@@ -487,18 +487,22 @@ class Classification(Task):
         return Calibrated(calibration, policy, {**calibration_metrics(scored, labels), "risk_asked": settings.risk})
 
     @classmethod
-    def first_evaluation(cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
+    def first_evaluation(
+        cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute
+    ) -> FirstEvaluation:
         of_train, (of_val, predicted) = network_accuracy(net, train, compute)[0], network_accuracy(net, val, compute)
         text = (
             f"the original network: accuracy {of_train:.3f} on training and {of_val:.3f} on validation images (at most "
             f"{FIRST_EVALUATION_IMAGES:,} of each)"
         )
         if not metrics.better_than_guessing(predicted, val.first_labels()):
-            return FirstLook(text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}")
+            return FirstEvaluation(
+                text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}"
+            )
         if of_val < of_train - ACCURACY_GAP:
             warning = "validation images are much harder for it; are they prepared as the training images?"
-            return FirstLook(text, warning)
-        return FirstLook(f"{text}; if it should be higher, check the preprocessing")
+            return FirstEvaluation(text, warning)
+        return FirstEvaluation(f"{text}; if it should be higher, check the preprocessing")
 
     def agreements(self, manifest: Any) -> Sequence[Agreement]:
         head, classes = manifest.head, len(manifest.classes)

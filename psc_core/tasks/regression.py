@@ -66,7 +66,7 @@ from psc_core.tasks.base import (
     BasePrediction,
     Calibrated,
     Datatype,
-    FirstLook,
+    FirstEvaluation,
     FloatArray,
     Outputs,
     Task,
@@ -333,7 +333,9 @@ class Regression(Task):
         )
 
     @classmethod
-    def first_evaluation(cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute) -> FirstLook:
+    def first_evaluation(
+        cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute
+    ) -> FirstEvaluation:
         (of_train, _), (of_val, predicted) = (network_rmse(net, data, compute) for data in (train, val))
         spread, unit = (
             float(known_values(train.values).std(correction=0)),
@@ -344,11 +346,13 @@ class Regression(Task):
             f"most {FIRST_EVALUATION_IMAGES:,} of each), the deviation of the numbers is {spread:.4g}"
         )
         if not metrics.rises_with(predicted, known_values(val.values)):
-            return FirstLook(text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}")
+            return FirstEvaluation(
+                text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}"
+            )
         if of_val > spread:
             warning = "always predicting the mean would be better; is the network's output in the table's unit?"
-            return FirstLook(text, warning)
-        return FirstLook(f"{text}; if it should be lower, check the preprocessing")
+            return FirstEvaluation(text, warning)
+        return FirstEvaluation(f"{text}; if it should be lower, check the preprocessing")
 
     def check_images(self, classes: Sequence[str], data: ImageDataset) -> None:
         wanted = self.target
