@@ -22,7 +22,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.baselines import fit_temperature
 from psc_core.features import as_matrix
 from psc_core.heads.base import ClassifierHead as Head
-from psc_core.heads.base import ClassifierOutput, Features, HeadJob
+from psc_core.heads.base import ClassifierOutput, Features
 from psc_core.heads.softmax import better_of, fit_temperature_head
 from psc_core.model import PSC
 from psc_core.tasks.classification import Classification, fit_head
@@ -90,14 +90,12 @@ def probabilities(run: Run, head: Head, test: Examples) -> Tensor:
 
 def head_of(run: Run, train: Examples, val: Examples) -> Head:
     """Return the head fitted on ``train`` and selected on ``val``."""
+    classes = tuple(map(str, range(val.logits.shape[1])))
     read, selection = (
-        Features(as_matrix(part.head_input), part.labels, part.images, part.head_input.shape[1:])
+        Features(z := as_matrix(part.head_input), z, {}, part.labels, part.images, classes, z.shape[1:])
         for part in (train, val)
     )
-    classes = tuple(map(str, range(val.logits.shape[1])))
-    return fit_head(
-        HeadJob("laplace", read, selection, classes, seed=run.seed, device=run.device), Classification.heads
-    )
+    return fit_head(read, selection, Classification.heads["laplace"], run.seed, run.device)
 
 
 def ece_when_calibrated(probabilities: Tensor, seed: int, draws: int = 100) -> float:

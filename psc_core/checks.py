@@ -393,6 +393,11 @@ def regret(aurocs: Mapping[str, Auroc], option: str) -> float:
     return max(best - aurocs[option][transform] for transform, best in best_of(aurocs).items())
 
 
+def least_regret(aurocs: Mapping[str, Auroc]) -> str:
+    """Return the option with the least regret, of equal ones the first."""
+    return min(aurocs, key=partial(regret, aurocs))
+
+
 @dataclass(frozen=True)
 class CheckChoice:
     """The options that were compared and the chosen one, each named by its checks with the early layer in brackets."""
@@ -414,7 +419,7 @@ class CheckChoice:
         for name in sorted(self.aurocs, key=partial(regret, self.aurocs)):
             numbers = (f"{value:.4f}" for value in (regret(self.aurocs, name), *self.aurocs[name].values()))
             rows.append([name, *numbers, "◀ chosen" * (name == self.chosen)])
-        least = min(self.aurocs, key=partial(regret, self.aurocs))
+        least = least_regret(self.aurocs)
         among = " of those that may be chosen" if least not in self.selectable else ""
         conclusion = f"checks: {self.chosen} has the least regret over synthetic OOD images{among}; {self.reason}"
         return "\n".join([*align(rows), conclusion])

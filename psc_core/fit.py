@@ -2,7 +2,7 @@
 
     :func:`collapse`    network, images                      → :class:`.CollapseReport`, which names the chosen layer
     :func:`project`     network, chosen, images              → :class:`.FittedProjection`, its features to z (B, D)
-    :func:`fit_model`   network, chosen, projection, images  → :class:`FitResult`, the calibrated model
+    :func:`fit_model`   network, chosen, projection, images  → :class:`.FittedModel`, calibrated
 
 Training images fit, the selection split chooses, and the calibration split only calibrates (:class:`.FitData`).
 :func:`fit` takes all stages for ``PSC.fit``, and :func:`calibrate_on` is ``calibrate`` of a fitted model; a model that
@@ -19,9 +19,9 @@ Each of these checks and splits the images anew, alike for the same seed.  Setti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, Unpack, cast
+from typing import Any, Final, Unpack, cast
 
 from torch import Tensor, nn
 
@@ -34,7 +34,6 @@ from psc_core.calibrate import (
     warn_of_policy,
     with_calibration,
 )
-from psc_core.checks import CheckChoice
 from psc_core.collapse import ChosenLayer, CollapseReport, measure_layers, to_text
 from psc_core.compute import own_state
 from psc_core.data import MAX_BAD_IMAGES
@@ -58,14 +57,6 @@ from psc_core.scoring import check_read_by
 from psc_core.settings import FitOptions, FitSettings, Stage, settings_where
 from psc_core.stored_images import check_count
 from psc_core.tasks import task_named
-
-
-class FitResult(NamedTuple):
-    """A fitted model, the comparison that chose its checks, and the disk space that its features took meanwhile."""
-
-    model: FittedModel
-    check_choice: CheckChoice | None  # None for a model without checks
-    feature_bytes: int
 
 
 @own_state()
@@ -118,17 +109,13 @@ def fit_model(
     chosen: ChosenLayer,
     projection: FittedProjection,
     job: FitJob,
-    *,
-    name: str = "psc",
-    provenance: Mapping[str, Any] | None = None,
-) -> FitResult:
+) -> FittedModel:
     """Fit density, head and checks to the training images, and calibrate them on the calibration split."""
     check_same_layers(chosen, projection)
     data = job.data
     job.compute.require(data.train)
     parts = fit_parts(net, chosen, projection, job)
-    layer_map = None if parts.map is None else parts.map.map
-    pipeline, calibrated = calibrate_scorer(parts.scorer, job, parts.check_names, layer_map, parts.stored_images)
+    pipeline, calibrated = calibrate_scorer(parts.scorer, job, parts.checks, parts.map, parts.stored_images)
     model = model_class_of(data.task)(
         task=data.task,
         pipeline=pipeline,
@@ -137,13 +124,12 @@ def fit_model(
         calibration=calibrated.calibration,
         policy=calibrated.policy,
         layers=tuple(chosen.layers),
-        name=name,
-        report=report_of(chosen, projection, parts, calibrated.metrics, provenance),
+        name=job.name,
+        report=report_of(chosen, projection, parts, calibrated.metrics, job.provenance),
         trial=trial_of(data.calibration),
     )
     model.probe()  # As in loading: a model that cannot be loaded is not saved.
-    choice = None if parts.chosen_checks is None else parts.chosen_checks.choice
-    return FitResult(model, choice, parts.feature_bytes)
+    return model
 
 
 def check_same_layers(chosen: ChosenLayer, projection: FittedProjection) -> None:
@@ -156,33 +142,24 @@ def check_same_layers(chosen: ChosenLayer, projection: FittedProjection) -> None
 
 
 def fit_stages(
-    net: nn.Module,
-    job: FitJob,
-    *,
-    name: str,
-    provenance: Mapping[str, Any] | None = None,
-    checkpoint: Checkpoint | None = None,
-    say: Callable[[str], None] | None = None,
-) -> tuple[CollapseReport, FittedProjection, FitResult]:
-    """Fit stage by stage, except for those in the checkpoint; ``say`` gets what each stage found."""
-    layer, say = job.settings.layer, say or (lambda text: None)
+    net: nn.Module, job: FitJob, checkpoint: Checkpoint | None = None
+) -> tuple[CollapseReport, FittedProjection, FittedModel]:
+    """Fit stage by stage, except for those in the checkpoint."""
+    layer = job.settings.layer
     report = None if checkpoint is None else checkpoint.load_collapse()
     if report is None:
         report = collapse(net, job)
         if checkpoint is not None:
             checkpoint.save_collapse(report)
     chosen = report.choose(None if layer == "auto" else layer)
-    say(to_text(report, chosen))
+    job.say(to_text(report, chosen))
     projection = None if checkpoint is None else checkpoint.load_projection()
     if projection is None:
         projection = project(net, chosen, job)
         if checkpoint is not None:
             checkpoint.save_projection(projection)
-    say(projection.report.summary(report.nc4_of(chosen)))
-    fitted = fit_model(net, chosen, projection, job, name=name, provenance=provenance)
-    if fitted.check_choice is not None:
-        say(fitted.check_choice.table())
-    return report, projection, fitted
+    job.say(projection.report.summary(report.nc4_of(chosen)))
+    return report, projection, fit_model(net, chosen, projection, job)
 
 
 @own_state()
@@ -228,13 +205,15 @@ def fit(
     chosen = check_settings(chosen, data)
     if not train.preprocess.is_known:
         warn(f"the fitted model predicts tensors, but cannot be saved: {MAKE_KNOWN}")
-    job = FitJob(_decoded(data, chosen), chosen, compute)
+    provenance = {"psc_version": __version__, "settings": chosen.recorded()}
+    job, notes = FitJob(data, chosen, compute, name, provenance, Scratch()).decode(MAX_BAD_IMAGES)
+    if notes:
+        warn("; ".join(notes))
     if predicts and (warning := job.first_evaluation(net.to(compute.device)).warning):
         warn(warning)
-    provenance = {"psc_version": __version__, "settings": job.settings.recorded()}
-    _, _, fitted = fit_stages(net, job, name=name, provenance=provenance)
-    warn_of_policy(fitted.model.policy, fitted.model.report["metrics"])
-    return fitted.model
+    _, _, model = fit_stages(net, job)
+    warn_of_policy(model.policy, model.report["metrics"])
+    return model
 
 
 @own_state()
@@ -274,17 +253,6 @@ def _in_order_of(net: nn.Module, train: ImageDataset, *, are_given: bool) -> Ima
     if note:
         warn(note)
     return train
-
-
-def _decoded(data: FitData, settings: FitSettings) -> FitData:
-    """Return the images decoded once, without the few that cannot be, as ``psc-fit`` reads them."""
-    data, not_kept = data.cached(Scratch())
-    data, skipped = data.readable(MAX_BAD_IMAGES)
-    if skipped:
-        data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
-    for lines in filter(None, (not_kept, skipped)):
-        warn("; ".join(lines))
-    return data
 
 
 def _warn_of_no_export(net: nn.Module, trial: Tensor, precision: str) -> None:
@@ -461,7 +429,7 @@ def fit_psc(  # noqa: PLR0913
     """
     check_read(LAST_STAGE, changes)
     settings = settings_for(chosen, settings, changes)
-    fitted = _fit(PSC, net, chosen, projection, (train, val), settings, name=name, provenance=provenance)
+    fitted = _fit(PSC, net, chosen, projection, (train, val), settings, name=name, provenance=provenance or {})
     return cast(PSC, fitted)
 
 
@@ -504,7 +472,7 @@ def fit_regressor(  # noqa: PLR0913
     """
     check_read(LAST_STAGE, changes)
     settings = settings_for(chosen, settings, changes)
-    fitted = _fit(PSCRegressor, net, chosen, projection, (train, val), settings, name=name, provenance=provenance)
+    fitted = _fit(PSCRegressor, net, chosen, projection, (train, val), settings, name=name, provenance=provenance or {})
     return cast(PSCRegressor, fitted)
 
 
@@ -519,9 +487,9 @@ def _fit(
 ) -> FittedModel:
     """Return a model of type ``model_class``, which knows its task."""
     data = _data(*images, settings, model_class.task_type.name)
-    job = _job(net, data, check_settings(settings, data))
+    job = replace(_job(net, data, check_settings(settings, data)), **recorded)
     warn_of_repeated(images[1])
-    model = fit_model(net, chosen, projection, job, **recorded).model
+    model = fit_model(net, chosen, projection, job)
     warn_of_policy(model.policy, model.report["metrics"])
     return model
 

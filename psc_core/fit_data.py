@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -184,13 +184,22 @@ def check_classes(train: ImageDataset, val: ImageDataset) -> None:
         )
 
 
+def say_nothing(text: str) -> None:
+    """Tell nobody."""
+
+
 @dataclass(frozen=True)
 class FitJob:
-    """The images, the settings and the device of a fit."""
+    """A fit of a network: its images, settings and device."""
 
     data: FitData
     settings: FitSettings  # as :func:`psc_core.fit.check_settings` returns them
     compute: Compute  # device, precision, batch size, processes
+    name: str = "psc"  # of the model
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # recorded in the bundle, JSON types
+    cache: Scratch | None = None  # for decoded images; None: each pass decodes them
+    scratch: Scratch = field(default_factory=Scratch)  # for features
+    say: Callable[[str], None] = say_nothing  # gets what each stage found
 
     @classmethod
     def of(cls, data: FitData, settings: FitSettings) -> FitJob:
@@ -204,6 +213,14 @@ class FitJob:
             for images in (self.data.train, self.data.val)
         )
         return self.data.task_type.first_evaluation(net, train, val, self.compute)
+
+    def decode(self, max_bad_images: int) -> tuple[FitJob, tuple[str, ...]]:
+        """Return the job with its images decoded once, without those that cannot be, and lines of text about these."""
+        data, not_kept = self.data.cached(self.cache)
+        data, skipped = data.readable(max_bad_images, self.compute)
+        if skipped:
+            data.check_rates(alpha=self.settings.alpha, coverage=self.settings.coverage)
+        return replace(self, data=data), (*not_kept, *skipped)
 
 
 Stage = TypeVar("Stage")

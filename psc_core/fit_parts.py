@@ -28,7 +28,6 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -49,20 +48,19 @@ from psc_core.checks import (
     by_transform,
     check_values,
     fit_checks,
+    least_regret,
     paste,
-    regret,
     synthetic_batches,
     vary,
 )
 from psc_core.collapse import ChosenLayer
 from psc_core.compute import Compute, autocast, passes, track_images
-from psc_core.data.cache import Scratch
 from psc_core.data.dataset import ImageDataset, draw, stable_order
 from psc_core.density import DENSITIES, Density, Examples, fit_density
 from psc_core.errors import FitError, NetworkError
 from psc_core.features import FeatureMatrix, as_matrix, chunk_rows, side_by_side, usable
 from psc_core.fit_data import FitData, FitJob
-from psc_core.heads.base import Features, Head, HeadJob
+from psc_core.heads.base import Features, Head
 from psc_core.images.preprocess import Pixels, Preprocess
 from psc_core.maps import MAX_CHANNELS, LayerMap, PositionMoments, fit_positions, grid_of, with_levels
 from psc_core.metrics import auroc
@@ -95,20 +93,6 @@ class Layers(NamedTuple):
         return [features[self.names.index(layer)] for layer in layers]
 
 
-class KeptFeatures(NamedTuple):
-    """The features of n labelled examples that one pass keeps; the module docstring gives their shapes."""
-
-    features: Features  # read by the head, with labels and image indices
-    density_input: FeatureMatrix
-    texture: Mapping[str, FeatureMatrix]  # by early layer
-    moments: Mapping[str, PositionMoments]  # by early layer with a grid, over the images of this process
-    file_bytes: int  # of all files together
-
-    def examples(self, features: FeatureMatrix, classes: Sequence[str]) -> Examples:
-        """Return the labelled examples with these of their features, as a density is fitted to them."""
-        return Examples(features, self.features.labels, len(classes), self.features.images, classes)
-
-
 def cut(net: nn.Module, layers: Sequence[str], data: ImageDataset, compute: Compute, *, keep_output: bool) -> Backbone:
     """Return ``net`` cut behind ``layers``, on the device, after a trial on one input."""
     trial = trial_input(data.preprocess).to(compute.device)
@@ -120,11 +104,13 @@ def read(
     layers: Layers,
     projection: Projection,
     dataset: ImageDataset,
-    compute: Compute,
-    *,
-    pooled: bool,  # whether the density reads the chosen layer's features averaged over positions, and not z
-) -> KeptFeatures:
-    """Run the network over a data set and keep the features of every labelled example in scratch files."""
+    job: FitJob,
+) -> tuple[Features, Mapping[str, PositionMoments]]:
+    """Run the network over a data set and keep the features of every labelled example in scratch files.
+
+    The moments are those of early layers with a grid, over the images of this process.
+    """
+    compute, pooled = job.compute, DENSITIES[job.settings.density].reads == "pooled"
     running = backbone.fused(compute.precision)
     head, density = [Z, *layers.head], [*layers.chosen] if pooled else []
     averaged = dict.fromkeys([*layers.head, *density, *layers.texture])  # Each layer once, whatever reads it.
@@ -145,7 +131,7 @@ def read(
         widths = {name: columns.shape[1] for name, columns in columns_of(of_one, output).items()}
     moments = _moments_of(layers, of_one, dataset.preprocess)
     order = stable_order(dataset.labels)
-    files = store(step, widths, dataset, order, compute)
+    files = store(step, widths, dataset, order, job)
 
     def matrix(names: Sequence[str], beside: Sequence[str]) -> FeatureMatrix:
         # The rows of a block decide how sums round: as if all of ``beside`` were read, which earlier fits did.
@@ -155,10 +141,9 @@ def read(
     values, of_head = dataset.subset(images).values, tuple(widths[name] for name in head)
     labels, read_together = dataset.labels[order], head + density
     own = as_matrix(files[OUTPUT]) if OUTPUT in files else None
-    features = Features(matrix(head, read_together), labels, images, of_head, values, own)
-    texture = {layer: matrix([layer], layers.texture) for layer in layers.texture}
-    file_bytes = sum(file.nbytes for file in files.values())
-    return KeptFeatures(features, matrix(density or [Z], read_together), texture, moments, file_bytes)
+    of_density, texture = density or [Z], {layer: matrix([layer], layers.texture) for layer in layers.texture}
+    inputs = (matrix(head, read_together), matrix(of_density, read_together), texture)
+    return Features(*inputs, labels, images, dataset.classes, of_head, values, own), moments
 
 
 def _moments_of(layers: Layers, of_one: Sequence[Tensor], preprocess: Preprocess) -> dict[str, PositionMoments]:
@@ -176,13 +161,14 @@ def store(
     widths: Mapping[str, int],
     dataset: ImageDataset,
     order: Int[Tensor, " examples"],
-    compute: Compute,
+    job: FitJob,
 ) -> dict[str, Float[np.ndarray, "examples width"]]:
     """Run ``step`` over the images and write its results by name, (B, width), to one file each.
 
     A file has one row for each labelled example, in ``order``: row i is that of example ``order[i]``.
     """
-    files = {name: Scratch().array((dataset.examples, width), np.float32) for name, width in widths.items()}
+    compute = job.compute
+    files = {name: job.scratch.array((dataset.examples, width), np.float32) for name, width in widths.items()}
     where = torch.empty_like(order)
     where[order] = torch.arange(len(where))
     if compute.world > 1:
@@ -204,25 +190,13 @@ DEPTHS: Final = (1 / 3, 1 / 2, 2 / 3)  # the fractions of the way to the chosen 
 TEXTURE_DENSITY: Final = "gda"  # not of unit length: the length of features tells textures apart
 
 
-class Texture(NamedTuple):
-    """An early layer, and the density of its features averaged over positions."""
-
-    layer: str
-    density: Density
-
-
-class ChosenChecks(NamedTuple):
-    """The checks of a model."""
-
-    names: tuple[str, ...]  # some of :data:`psc_core.checks.CHECKS`
-    texture: Texture | None  # None where no layer lies before the chosen layer
-    choice: CheckChoice  # the comparison that chose it
-
-
 def choose_checks(
     scorer: Scorer, layers: Layers, textures: Mapping[str, Density], data: FitData, compute: Compute
-) -> ChosenChecks:
-    """Return the checks by the rule, and the early layer that tells synthetic OOD images apart best."""
+) -> tuple[tuple[str, ...], str | None, CheckChoice]:
+    """Return the checks by the rule, the early layer that tells synthetic OOD images apart best, and the comparison.
+
+    The layer is None where none lies before the chosen one.
+    """
     reads_confidence, reason = data.task_type.confidence_check(ambiguous=data.is_ambiguous)
     names: tuple[str, ...] = (DENSITY, CONFIDENCE) if reads_confidence else (DENSITY,)
     values = synthetic_values(scorer, layers, textures, names, data, compute)
@@ -231,9 +205,8 @@ def choose_checks(
         names = (DENSITY,)
     choice = compare(values, names, tuple(textures), reason=reason)
     if not textures:
-        return ChosenChecks(names, None, choice)
-    layer = {option_name(layer, names): layer for layer in textures}[choice.chosen]
-    return ChosenChecks((TEXTURE, *names), Texture(layer, textures[layer]), choice)
+        return names, None, choice
+    return (TEXTURE, *names), {option_name(layer, names): layer for layer in textures}[choice.chosen], choice
 
 
 def early_layers(net: nn.Module, layers: Sequence[str], trial: Tensor) -> list[str]:
@@ -309,31 +282,6 @@ IMAGES: Final = 500  # maximum number of images of the selection split that are 
 POINTS: Final = 32  # number of points in each direction at which maps are compared
 
 
-@dataclass(frozen=True)
-class MapChoice:
-    """The comparison that chooses the layer of the map."""
-
-    aurocs: Mapping[str, Mapping[str, float]]  # by layer, then by patch
-
-    @property
-    def chosen(self) -> str:
-        """The layer with the least regret, on a tie the earliest."""
-        return min(self.aurocs, key=partial(regret, self.aurocs))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the comparison as a manifest records it, in JSON types."""
-        layers = [{"layer": layer, "auroc": list(of.values())} for layer, of in self.aurocs.items()]
-        return {"chosen": self.chosen, KINDS_KEY: list(PATCHES), "layers": layers}
-
-
-@dataclass(frozen=True)
-class ChosenMap:
-    """The map of a model, and the comparison that chose it."""
-
-    map: LayerMap
-    choice: MapChoice
-
-
 @torch.inference_mode()
 def choose_map(
     features_of: Callable[[Pixels], Mapping[str, Tensor]],  # from pixels on the device to canonical features by layer
@@ -341,8 +289,11 @@ def choose_map(
     selection: ImageDataset,  # in-distribution images that the moments have not seen
     compute: Compute,
     seed: int,
-) -> ChosenMap | None:
-    """Return the map of the early layer that tells patches apart best, or None where no layer can have a map."""
+) -> tuple[LayerMap, dict[str, Any]] | None:
+    """Return the map of the early layer that tells patches apart best, and the comparison as JSON types.
+
+    Of equally good layers it is the earliest; None where no layer can have a map.
+    """
     maps: dict[str, LayerMap] = {}
     for layer, sums in moments.items():
         found = sums.finish(compute.sum_)  # In every process, whether or not a density can be fitted.
@@ -367,10 +318,12 @@ def choose_map(
         layer: {patch: _auroc(torch.cat(of_layer[patch]), torch.cat(masks[patch])) for patch in PATCHES}
         for layer, of_layer in patched.items()
     }
-    names, choice = list(maps), MapChoice(aurocs)
-    chosen = maps[names[compute.first(names.index(choice.chosen))]]
+    names = list(maps)
+    chosen = maps[names[compute.first(names.index(least_regret(aurocs)))]]
+    layers = [{"layer": layer, "auroc": list(of_layer.values())} for layer, of_layer in aurocs.items()]
     density = with_levels(chosen.density, torch.cat(real[chosen.layer]))
-    return ChosenMap(LayerMap(chosen.layer, chosen.grid, density), choice)
+    record = {"chosen": chosen.layer, KINDS_KEY: list(PATCHES), "layers": layers}
+    return LayerMap(chosen.layer, chosen.grid, density), record
 
 
 def _distances(
@@ -396,15 +349,10 @@ class FittedParts:
 
     backbone: Backbone  # as a bundle stores it; the scorer runs a fused copy
     scorer: Scorer  # uint8 pixels to scores
-    chosen_checks: ChosenChecks | None  # None: the density alone makes the OOD score
-    map: ChosenMap | None  # None: no early layer has a grid
+    checks: tuple[str, ...]  # names; none where the density alone makes the OOD score
+    map: LayerMap | None  # None: no early layer has a grid
     stored_images: StoredImages | None  # None: the settings keep none
-    feature_bytes: int  # on disk while these were fitted
-
-    @property
-    def check_names(self) -> tuple[str, ...]:
-        """Names of the checks; an empty tuple for a model without any."""
-        return () if self.chosen_checks is None else self.chosen_checks.names
+    record: Mapping[str, Any]  # the comparisons that chose checks and map, JSON types
 
 
 def fit_parts(net: nn.Module, chosen: ChosenLayer, projection: FittedProjection, job: FitJob) -> FittedParts:
@@ -420,45 +368,49 @@ def fit_parts(net: nn.Module, chosen: ChosenLayer, projection: FittedProjection,
         check_network_output(backbone, trial, outputs, name=data.train.name)
     of_selection = layers._replace(texture=(), output=is_asked and output_width(backbone, trial) == outputs)
     device_projection = projection.projection.to(compute.device)
-    pooled = DENSITIES[settings.density].reads == "pooled"
-    train = read(backbone, layers, device_projection, data.train, compute, pooled=pooled)
-    selection = read(backbone, of_selection, device_projection, data.selection, compute, pooled=pooled)
+    train, moments = read(backbone, layers, device_projection, data.train, job)
+    selection, _ = read(backbone, of_selection, device_projection, data.selection, job)
     density, head, textures = _fit_to_features(train, selection, job)
     running = backbone.fused(compute.precision)
     scorer = Scorer(data.train.preprocess, running, device_projection, density, head, head_layers=layers.head)
-    checks = choose_checks(scorer, layers, textures, data, compute) if settings.ood_score == "checks" else None
-    chosen_map = _choose_map(scorer, layers, train, data, compute)
-    layer, texture = (None, None) if checks is None or checks.texture is None else checks.texture
-    kept = layers_of(layers.chosen, layers.head, layer, None if chosen_map is None else chosen_map.map.layer)
+    checks: tuple[str, ...] = ()
+    layer, layer_map, record = None, None, {}
+    if settings.ood_score == "checks":
+        checks, layer, choice = choose_checks(scorer, layers, textures, data, compute)
+        record["checks"] = choice.to_json()
+        job.say(choice.table())
+    if chosen_map := _choose_map(scorer, layers, moments, data, compute):
+        layer_map, record["map"] = chosen_map
+    kept = layers_of(layers.chosen, layers.head, layer, None if layer_map is None else layer_map.layer)
     keep_output = is_base or head.reads_output
     if tuple(kept) != layers.names or keep_output != backbone.keep_output:
         backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
+    texture = None if layer is None else textures[layer]
     scorer = scorer.replace(backbone=backbone.fused(compute.precision), texture=texture)
     count = settings.stored_images
     stored_images = None if count is None else _stored_images(count, train, density, data)
-    return FittedParts(backbone, scorer, checks, chosen_map, stored_images, train.file_bytes + selection.file_bytes)
+    return FittedParts(backbone, scorer, checks, layer_map, stored_images, record)
 
 
-def _fit_to_features(
-    train: KeptFeatures, selection: KeptFeatures, job: FitJob
-) -> tuple[Density, Head, dict[str, Density]]:
+def _fit_to_features(train: Features, selection: Features, job: FitJob) -> tuple[Density, Head, dict[str, Density]]:
     """Fit density, head and each early layer's density to the training features; the selection split chooses."""
-    data, settings, device = job.data, job.settings, job.compute.device
-    classes = data.train.classes
+    settings, device = job.settings, job.compute.device
     density = fit_density(
-        train.examples(train.density_input, classes),
+        _examples(train, train.density_input),
         kind=settings.density,
         pca=settings.pca,
-        held_out=selection.examples(selection.density_input, classes),
+        held_out=_examples(selection, selection.density_input),
     ).to(device)
-    kind = settings.head_of(data.task.heads)
-    head_job = HeadJob(kind, train.features, selection.features, classes, settings.predictions, settings.seed, device)
-    head = data.task_type.fit_head(head_job)
+    head = job.data.task_type.fit_head(train, selection, settings, device)
     textures = {
-        layer: fit_density(train.examples(early, classes), kind=TEXTURE_DENSITY).to(device)
+        layer: fit_density(_examples(train, early), kind=TEXTURE_DENSITY).to(device)
         for layer, early in train.texture.items()
     }
     return density, head, textures
+
+
+def _examples(of: Features, matrix: FeatureMatrix) -> Examples:
+    return Examples(matrix, of.labels, len(of.classes), of.images, of.classes)
 
 
 def _layers(net: nn.Module, chosen: ChosenLayer, job: FitJob) -> Layers:
@@ -475,19 +427,19 @@ def _layers(net: nn.Module, chosen: ChosenLayer, job: FitJob) -> Layers:
 
 
 def _choose_map(
-    scorer: Scorer, layers: Layers, train: KeptFeatures, data: FitData, compute: Compute
-) -> ChosenMap | None:
+    scorer: Scorer, layers: Layers, moments: Mapping[str, PositionMoments], data: FitData, compute: Compute
+) -> tuple[LayerMap, dict[str, Any]] | None:
     def features_of(images: Pixels) -> dict[str, Tensor]:
         features, _ = scorer.features(scorer.standardise(images))
         return dict(zip(layers.names, features, strict=True))
 
-    return choose_map(features_of, train.moments, data.selection, compute, data.seed)
+    return choose_map(features_of, moments, data.selection, compute, data.seed)
 
 
-def _stored_images(count: int, read: KeptFeatures, density: Density, data: FitData) -> StoredImages:
+def _stored_images(count: int, read: Features, density: Density, data: FitData) -> StoredImages:
     """Return stored training images with their coordinates, from the features that were read."""
     kept = choose_images(data.train, count, data.seed)
-    images, rows = read.features.images, torch.empty(len(data.train), dtype=torch.int64)
+    images, rows = read.images, torch.empty(len(data.train), dtype=torch.int64)
     rows[images] = torch.arange(len(images))  # Several labels of an image have the same features.
     features = read.density_input[rows[kept]].to(density.basis.device)
     few = data.train.subset(kept)
@@ -506,15 +458,13 @@ def report_of(
     projection: FittedProjection,
     parts: FittedParts,
     metrics: Mapping[str, Any],
-    provenance: Mapping[str, Any] | None,
+    provenance: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the record of a fit, JSON types; ``metrics`` were measured on the calibration split."""
-    checks = {} if parts.chosen_checks is None else {"checks": parts.chosen_checks.choice.to_json()}
-    of_map = {} if parts.map is None else {"map": parts.map.choice.to_json()}
     report = {
         "collapse": chosen.report and {**chosen.report.to_json(), "notes": list(chosen.notes)},
-        "metrics": {**metrics, "projection": projection_metrics(projection.report), **checks, **of_map},
-        "provenance": dict(provenance or {}),
+        "metrics": {**metrics, "projection": projection_metrics(projection.report), **parts.record},
+        "provenance": dict(provenance),
     }
     recorded: dict[str, Any] = round_floats(report)
     return recorded

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,24 +170,23 @@ def fit(args: argparse.Namespace) -> None:
     from psc_core.cli import job as steps
     from psc_core.fit import fit_stages
 
-    job = steps.open_job(args)
-    if job.is_first:
-        print(*job.opening(), sep="\n", flush=True)
+    net, network, job = steps.open_job(args)
+    is_first = job.compute.rank == 0  # of several processes
+    job.say(steps.opening_text(net, job.data))
+    if is_first:
+        job.say(steps.first_evaluation_text(net, job, args.max_bad_images))
     if args.dry_run:
-        print(steps.first_evaluation_text(job, args.max_bad_images), flush=True)
-        print(steps.estimate(job, args.max_bad_images))
+        job.say(str(steps.estimate(net, job, args.max_bad_images)))
         return
-    provenance = steps.checked_provenance(job)
-    job = steps.decode_images(job, args)
-    if any(job.data.skipped):
-        provenance |= steps.origins_of(job.data)
-    checkpoint = steps.open_checkpoint(job, provenance, args)
-    say = print if job.is_first else None  # of several processes the first
-    report, projection, fitted = fit_stages(
-        job.net, job, name=job.name, provenance=provenance, checkpoint=checkpoint, say=say
-    )
-    if job.is_first:
-        steps.write(job, report, projection, fitted.model, pictures=not args.no_report)
+    provenance = steps.checked_provenance(network, job)
+    job, notes = job.decode(args.max_bad_images)
+    for note in notes:
+        job.say(note)
+    job = replace(job, provenance=provenance | steps.origins_of(job.data) if any(job.data.skipped) else provenance)
+    checkpoint = steps.open_checkpoint(job, network.configuration, args)
+    report, projection, model = fit_stages(net, job, checkpoint)
+    if is_first:
+        steps.write(args.out.resolve(), model, report, projection, None if args.no_report else (net, job))
         checkpoint.clear()
 
 

@@ -37,7 +37,7 @@ from psc_core.data.dataset import ImageDataset, draw_balanced
 from psc_core.data.open import in_network_order, open_dataset, unread_files
 from psc_core.errors import UsageError
 from psc_core.fit import check_settings, fit_stages
-from psc_core.fit_data import Checkpoint, FitData, FitJob
+from psc_core.fit_data import Checkpoint, FitData, FitJob, say_nothing
 from psc_core.model import FittedModel
 from psc_core.network.described import NetworkSpec, describe, is_described
 from psc_core.network.export import check_exportable
@@ -123,42 +123,35 @@ def digest_of(files: Sequence[Path]) -> str:
     return sha.hexdigest()
 
 
-@dataclass(frozen=True)
-class Job(FitJob):
-    """A fit with its network and the bundle to write, opened and checked."""
-
-    out: Path  # the bundle to write
-    name: str  # of the model
-    net: nn.Module
-    network: NetworkSpec  # with the weights that were read
-    order_note: str  # a note on how the classes were ordered; may be empty
-    cache: Scratch | None  # for decoded images; None: each pass decodes them
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process, of those that fit together, prints and writes."""
-        return self.compute.rank == 0
-
-    def opening(self) -> list[str]:
-        train, val, notes = self.data.train, self.data.val, notes_of(self.net)
-        return [
-            f"train: {train.name}, {len(train)} images, {self.data.task_type.describe_labels(train)}; "
-            f"val: {val.name}, {len(val)} images",
-            *filter(None, (*unread_files(train), *unread_files(val), *train.notes, *val.notes, self.order_note)),
-            *([f"network: {'; '.join(notes)}"] if notes else []),
-            f"preprocessing: {train.preprocess}",
-        ]
+def opening_text(net: nn.Module, data: FitData) -> str:
+    train, val, notes = data.train, data.val, notes_of(net)
+    lines = [
+        f"train: {train.name}, {len(train)} images, {data.task_type.describe_labels(train)}; "
+        f"val: {val.name}, {len(val)} images",
+        *(*unread_files(train), *unread_files(val), *train.notes, *val.notes),
+        *([f"network: {'; '.join(notes)}"] if notes else []),
+        f"preprocessing: {train.preprocess}",
+    ]
+    return "\n".join(lines)
 
 
-def open_job(args: argparse.Namespace) -> Job:
-    """Open what the flags name, and refuse what no bundle can be fitted to or written from."""
+def print_now(text: str) -> None:
+    print(text, flush=True)
+
+
+def open_job(args: argparse.Namespace) -> tuple[nn.Module, NetworkSpec, FitJob]:
+    """Open what the flags name, and refuse what no bundle can be fitted to or written from.
+
+    The network's description is that of the weights that were read.
+    """
     described = describe(args.model, allow_download=args.allow_download)
     if args.weights is None and not described.weights:
         raise UsageError(f"expected --weights FILE, the trained weights of {args.model}, which has none with it")
     preprocess = flags.preprocess_from(args, described)
     numbers = None if args.task is None else TASKS[args.task].has_numbers
     opened = partial(open_dataset, preprocess=preprocess, numbers=numbers, target=args.target, unit=args.unit)
-    train, order_note = in_network_order(opened(args.train, split="train"), described.classes)
+    train, note = in_network_order(opened(args.train, split="train"), described.classes)
+    train = replace(train, notes=(*train.notes, note)) if note else train
     val = opened(args.val, split="val")
     data = FitData.of(train, val, seed=args.seed, task=args.task or DEFAULTS.task, max_images=args.max_images)
     given = {name: getattr(args, name, None) for name in FitSettings.model_fields}
@@ -183,7 +176,8 @@ def open_job(args: argparse.Namespace) -> Job:
     check_disjoint(train, val, showing)
     folder = Path(args.cache) if args.cache else None
     cache = None if args.cache == "off" else Scratch(folder, compute.world)
-    return Job(data, settings, compute, out, name, net, network, order_note, cache)
+    say = print_now if compute.rank == 0 else say_nothing  # of several processes the first
+    return net, network, FitJob(data, settings, compute, name, cache=cache, say=say)
 
 
 def _stages_folder(out: Path) -> Path:
@@ -200,14 +194,14 @@ def load(args: argparse.Namespace, described: NetworkSpec, outputs: int) -> tupl
     return net, replace(network, weights=(args.weights,)) if args.weights else network
 
 
-def first_evaluation_text(job: Job, max_bad_images: int) -> str:
+def first_evaluation_text(net: nn.Module, job: FitJob, max_bad_images: int) -> str:
     """Return how good the original network is on a few random images, which people see before all are decoded."""
-    found = job.first_evaluation(job.net, max_bad_images)
+    found = job.first_evaluation(net, max_bad_images)
     return "\n".join([found.text, *([f"warning: {found.warning}"] if found.warning else [])])
 
 
-def checked_provenance(job: Job) -> dict[str, Any]:
-    provenance = provenance_of(job.network, job.settings, job.data)
+def checked_provenance(network: NetworkSpec, job: FitJob) -> dict[str, Any]:
+    provenance = provenance_of(network, job.settings, job.data)
     try:
         check_text({"name": job.name, **provenance})
     except ValueError as error:
@@ -215,49 +209,39 @@ def checked_provenance(job: Job) -> dict[str, Any]:
     return provenance
 
 
-def decode_images(job: Job, args: argparse.Namespace) -> Job:
-    """Return the job with its images decoded once, without those that cannot be, and print how good the network is."""
-    data, not_kept = job.data.cached(job.cache)
-    job = replace(job, data=data)
-    if job.is_first:
-        print(*not_kept, first_evaluation_text(job, args.max_bad_images), sep="\n", flush=True)
-    data, skipped = job.data.readable(args.max_bad_images, job.compute)
-    if skipped:
-        data.check_rates(alpha=job.settings.alpha, coverage=job.settings.coverage)
-        if job.is_first:
-            print(*skipped, sep="\n", flush=True)
-    return replace(job, data=data)
-
-
-def open_checkpoint(job: Job, provenance: dict[str, Any], args: argparse.Namespace) -> Checkpoint:
+def open_checkpoint(job: FitJob, configuration: Path | None, args: argparse.Namespace) -> Checkpoint:
     """Return the checkpoint of an interrupted run of this job, or an empty one."""
-    compute = job.compute
-    inputs = job_of(provenance, job.settings, job.data, compute, job.network.configuration)
-    checkpoint = Checkpoint.of(_stages_folder(job.out), inputs, compute)
+    out = args.out.resolve()
+    inputs = job_of(job.provenance, job.settings, job.data, job.compute, configuration)
+    checkpoint = Checkpoint.of(_stages_folder(out), inputs, job.compute)
     is_resumed = checkpoint.is_resumed and not args.fresh
-    check_target(job.out, overwrite=args.overwrite or is_resumed)
+    check_target(out, overwrite=args.overwrite or is_resumed)
     if not is_resumed:
         checkpoint.clear()
     return checkpoint
 
 
 def write(
-    job: Job, report: CollapseReport, projection: FittedProjection, model: FittedModel, *, pictures: bool
+    out: Path,
+    model: FittedModel,
+    report: CollapseReport,
+    projection: FittedProjection,
+    of_network: tuple[nn.Module, FitJob] | None,
 ) -> None:
-    """Write bundle, collapse table, model card and, with ``pictures``, the report, and print what they say."""
-    out = job.out
+    """Write bundle, collapse table, model card and, of the network and its fit, the report; print what they say."""
     manifest = model.save(out)
     page.remove(out)
     (out / "collapse.csv").write_text(to_csv(report))
     print(f"wrote {out} (version {manifest.version})", flush=True)
     content = Content(manifest.version)
-    if pictures:
-        content = collect_fit(model, job.net, job.data, projection.report, job.compute, manifest.version)
+    if of_network:
+        net, job = of_network
+        content = collect_fit(model, net, job.data, projection.report, job.compute, manifest.version)
         content.save(out)
     facts = facts_about(out, manifest, model.calibration, content)
     page.write_card(facts)
     print(facts.to_text())
-    if pictures:
+    if of_network:
         print(f"report: {page.write(facts, out)}")
     print(f"next: {page.serve_command(out, manifest)}")
 
@@ -289,19 +273,19 @@ class Estimate:
         )
 
 
-def estimate(job: Job, max_bad_images: int) -> Estimate:
+def estimate(net: nn.Module, job: FitJob, max_bad_images: int) -> Estimate:
     """Fit twice on a few images, print what the larger fit found, and extrapolate."""
     train, val, compute = job.data.train, job.data.val, job.compute
     if job.cache is not None and not job.cache.has_room(train, val):
         print(*job.cache.notes(train, val), sep="\n", flush=True)
         job = replace(job, cache=None)
-    larger = fit_images(rate(job.net, train, compute, job.settings.seed, max_bad_images), train)
+    larger = fit_images(rate(net, train, compute, job.settings.seed, max_bad_images), train)
     smallest = min(larger, 4 * len(train.classes))
     sizes = (max(larger // 3, smallest), larger)
     with contextlib.redirect_stdout(io.StringIO()):
-        timed_fit(job, smallest, max_bad_images)
-        first, _ = timed_fit(job, sizes[0], max_bad_images)
-    second, feature_bytes = timed_fit(job, larger, max_bad_images)
+        timed_fit(net, job, smallest, max_bad_images)
+        first, _ = timed_fit(net, job, sizes[0], max_bad_images)
+    second, feature_bytes = timed_fit(net, job, larger, max_bad_images)
     return Estimate(
         larger,
         extrapolate(sizes, (first, second), len(train)),
@@ -312,19 +296,19 @@ def estimate(job: Job, max_bad_images: int) -> Estimate:
     )
 
 
-def timed_fit(job: Job, size: int, max_bad_images: int) -> tuple[float, int]:
-    """Fit to ``size`` training images and the same fraction of the validation images."""
-    data, net = job.data, job.net
+def timed_fit(net: nn.Module, job: FitJob, size: int, max_bad_images: int) -> tuple[float, int]:
+    """Fit to ``size`` training images and the same fraction of the validation images: the seconds, and the bytes."""
+    data = job.data
     fraction, classes = size / len(data.train), len(data.train.classes)
     lenient = job.settings.changed({"alpha": 0.5, "coverage": 0.5})  # Rates that so few images can keep.
     began = time.perf_counter()
     few = data.fewer(size, max(round(len(data.val) * fraction), min(len(data.val), 4 * classes)))
-    few, _ = few.cached(job.cache)
-    few, skipped = few.readable(max_bad_images)
-    print(*skipped, sep="\n", end="\n" * bool(skipped))
-    _, projection, fitted = fit_stages(net, replace(job, data=few, settings=lenient), name="dry-run", say=print)
-    collect_fit(fitted.model, net, few, projection.report, job.compute, "")
-    return time.perf_counter() - began, fitted.feature_bytes
+    job, notes = replace(job, data=few, settings=lenient, scratch=Scratch()).decode(max_bad_images)
+    for note in notes:
+        job.say(note)
+    _, projection, model = fit_stages(net, job)
+    collect_fit(model, net, job.data, projection.report, job.compute, "")
+    return time.perf_counter() - began, job.scratch.array_bytes
 
 
 def extrapolate(sizes: tuple[int, int], seconds: tuple[float, float], images: int) -> float:

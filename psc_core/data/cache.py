@@ -63,7 +63,7 @@ class CachedSource:
         return self.origin.modified_ns(int(self.indices[index]))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scratch:
     """A folder where each process of a fit keeps what need not fit into memory, in files without a name.
 
@@ -73,6 +73,7 @@ class Scratch:
 
     folder: Path | None = None  # None for the system's
     processes: int = 1  # that keep files at the same time
+    array_bytes: int = 0  # of all arrays so far
 
     def open(self) -> IO[bytes]:
         """Create a file to append to, which :func:`map_file` maps later; an OSError if there is no such folder."""
@@ -81,7 +82,9 @@ class Scratch:
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Create an array of zeros, which outlives the file object; an OSError if there is no room."""
         with self.open() as file:
-            return map_file(file, shape, dtype)
+            array = map_file(file, shape, dtype)
+        self.array_bytes += array.nbytes
+        return array
 
     def room(self) -> int:
         """Return the bytes that may be used; an OSError if there is no such folder."""

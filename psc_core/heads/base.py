@@ -235,20 +235,11 @@ class Features(NamedTuple):
     """The features of n labelled examples, ordered by class, on disk."""
 
     head_input: FeatureMatrix  # z, followed by the other layers that the head reads
+    density_input: FeatureMatrix  # z, or the chosen layer averaged over positions
+    texture: Mapping[str, FeatureMatrix]  # early layers averaged over positions
     labels: Int[Tensor, " n"]  # class indices, ascending
     images: Int[Tensor, " n"]  # which image of the data set each one shows
+    classes: Sequence[str]  # names
     widths: tuple[int, ...]  # columns of z, and of each other layer in head_input
     values: Float[Tensor, " n"] | None = None  # number of each, of a regression, target's unit
     network_output: FeatureMatrix | None = None  # as it was trained, if this may be served
-
-
-class HeadJob(NamedTuple):
-    """The features that a head is fitted to, and the settings of that fit."""
-
-    kind: str
-    train: Features
-    selection: Features  # on which free parameters are chosen
-    classes: tuple[str, ...]  # names
-    predictions: str = "psc"  # one of :data:`psc_core.settings.Predictions`
-    seed: int = 0  # of random features, and of what draws and orders training images
-    device: torch.device = torch.device("cpu")  # where to fit, and where the head is returned

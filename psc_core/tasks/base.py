@@ -31,7 +31,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import check_same
 from psc_core.errors import DataError, UsageError, join_names, needs
 from psc_core.fitted import restore
-from psc_core.heads.base import Head, HeadJob, Scored
+from psc_core.heads.base import Features, Head, Scored
 from psc_core.settings import DEFAULTS, OWNERS, FitSettings
 from psc_core.text import align, compose
 
@@ -478,8 +478,8 @@ class Task(BaseModel, ABC):
 
     @classmethod
     @abstractmethod
-    def fit_head(cls, job: HeadJob) -> Head:
-        """Return a fitted head, on the job's device; raises :class:`FitError` if features cannot be fitted."""
+    def fit_head(cls, train: Features, selection: Features, settings: FitSettings, device: torch.device) -> Head:
+        """Return a head fitted to ``train``, on the device; the free numbers are chosen on ``selection``."""
 
     @classmethod
     def confidence_check(cls, *, ambiguous: bool) -> tuple[bool, str]:

@@ -51,7 +51,7 @@ from psc_core.conformal import (
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import BundleError, UsageError
 from psc_core.features import check_features
-from psc_core.heads.base import ClassifierData, ClassifierHead, HeadJob, Scored, fit_standardisation, in_memory
+from psc_core.heads.base import ClassifierData, ClassifierHead, Features, Scored, fit_standardisation, in_memory
 from psc_core.heads.duq import DuqHead
 from psc_core.heads.laplace import LaplaceHead
 from psc_core.heads.sngp import SngpHead
@@ -442,19 +442,20 @@ class Classification(Task):
                     )
 
     @classmethod
-    def fit_head(cls, job: HeadJob) -> ClassifierHead:
+    def fit_head(
+        cls, train: Features, selection: Features, settings: FitSettings, device: torch.device
+    ) -> ClassifierHead:
         """Return the head, the network's own logits with a temperature, or the better of both."""
-        selection = job.selection
         tempered = logits = None
         if selection.network_output is not None:
             logits = selection.network_output[:]
-            tempered = fit_temperature_head(logits, selection.labels).to(job.device)
-            if job.predictions == "original":
+            tempered = fit_temperature_head(logits, selection.labels).to(device)
+            if settings.predictions == "original":
                 return tempered
-        head = fit_head(job, cls.heads)
+        head = fit_head(train, selection, cls.heads[settings.head_of(cls.heads)], settings.seed, device)
         if tempered is None or logits is None:
             return head
-        z, logits, labels = (part.to(job.device) for part in (selection.head_input[:], logits, selection.labels))
+        z, logits, labels = (part.to(device) for part in (selection.head_input[:], logits, selection.labels))
         return better_of(head, tempered, z, logits, labels)
 
     @classmethod
@@ -555,25 +556,27 @@ class Classification(Task):
         return documents
 
 
-def fit_head(job: HeadJob, heads: Mapping[str, type[ClassifierHead]]) -> ClassifierHead:
+def fit_head(
+    train: Features, selection: Features, head: type[ClassifierHead], seed: int, device: torch.device
+) -> ClassifierHead:
     """Fit a head to training features; every free number is chosen by the NLL of the selection split."""
-    num_classes, shown = len(job.classes), job.train.images
-    train, selection = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
-    train_labels, selection_labels = (part.labels.to(job.device) for part in (job.train, job.selection))
-    check_features(train, train_labels, num_classes=num_classes, class_names=job.classes, minimum=1)
-    check_features(selection, selection_labels, num_classes=num_classes, class_names=job.classes, minimum=0)
-    standardisation = fit_standardisation(train, job.train.widths)
+    classes, shown = train.classes, train.images
+    z, selection_z = train.head_input.to(device), selection.head_input[:].to(device)
+    labels, selection_labels = train.labels.to(device), selection.labels.to(device)
+    check_features(z, labels, num_classes=len(classes), class_names=classes, minimum=1)
+    check_features(selection_z, selection_labels, num_classes=len(classes), class_names=classes, minimum=0)
+    standardisation = fit_standardisation(z, train.widths)
     data = ClassifierData(
-        train=standardisation(train),
-        train_labels=train_labels,
-        weights=shown.bincount()[shown].double().reciprocal().to(job.device),
-        selection=in_memory(standardisation(selection)),
+        train=standardisation(z),
+        train_labels=labels,
+        weights=shown.bincount()[shown].double().reciprocal().to(device),
+        selection=in_memory(standardisation(selection_z)),
         selection_labels=selection_labels,
-        num_classes=num_classes,
-        seed=job.seed,
+        num_classes=len(classes),
+        seed=seed,
         standardisation=standardisation,
     )
-    return heads[job.kind].fit(data).to(job.device)
+    return head.fit(data).to(device)
 
 
 def _shown(errors: Errors, asked: float | None, *, or_higher: bool) -> tuple[float | None, float]:

@@ -53,7 +53,7 @@ from psc_core.conformal import (
 from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.errors import DataError, FitError
 from psc_core.features import check_features
-from psc_core.heads.base import Head, HeadJob, RegressionData, RegressionHead, Scored, fit_standardisation
+from psc_core.heads.base import Features, Head, RegressionData, RegressionHead, Scored, fit_standardisation
 from psc_core.heads.blr import BayesianLinearHead
 from psc_core.heads.dve import DeepVecchiaHead
 from psc_core.settings import FitSettings
@@ -300,8 +300,10 @@ class Regression(Task):
         return False, "a regression has no class probabilities, so confidence is no check"
 
     @classmethod
-    def fit_head(cls, job: HeadJob) -> RegressionHead:
-        return fit_head(job, cls.heads)
+    def fit_head(
+        cls, train: Features, selection: Features, settings: FitSettings, device: torch.device
+    ) -> RegressionHead:
+        return fit_head(train, selection, cls.heads[settings.head_of(cls.heads)], settings.seed, device)
 
     @classmethod
     def calibrate(
@@ -424,38 +426,40 @@ class Regression(Task):
         return (self.target.name,)
 
 
-def fit_head(job: HeadJob, heads: Mapping[str, type[RegressionHead]]) -> RegressionHead:
+def fit_head(
+    train: Features, selection: Features, head: type[RegressionHead], seed: int, device: torch.device
+) -> RegressionHead:
     """Fit a head to the features and numbers of training images.
 
     The network's own predictions, where the selection split has them, are served in place of the head's.
     """
-    train, selection = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
-    for z in (train, selection):
-        labels = torch.zeros(len(z), dtype=torch.int64, device=job.device)
-        check_features(z, labels, num_classes=1, class_names=None, minimum=2)
-    values = known_values(job.train.values).double().to(job.device)
+    z, selection_z = train.head_input.to(device), selection.head_input[:].to(device)
+    for features in (z, selection_z):
+        labels = torch.zeros(len(features), dtype=torch.int64, device=device)
+        check_features(features, labels, num_classes=1, class_names=None, minimum=2)
+    values = known_values(train.values).double().to(device)
     center, scale = values.mean(), values.std(correction=0)
     if not float(scale) > 0:
         raise FitError("expected numbers that differ between images, all are equal; nothing to fit")
 
     def standard(numbers: Tensor) -> Tensor:
-        return (numbers.double().to(job.device) - center) / scale
+        return (numbers.double().to(device) - center) / scale
 
-    standardisation, own = fit_standardisation(train, job.train.widths), job.selection.network_output
+    standardisation, own = fit_standardisation(z, train.widths), selection.network_output
     data = RegressionData(
-        train=standardisation(train),
+        train=standardisation(z),
         train_values=standard(values),
-        train_images=job.train.images.to(job.device),
-        selection=standardisation(selection)[:],
-        selection_values=standard(known_values(job.selection.values)),
+        train_images=train.images.to(device),
+        selection=standardisation(selection_z)[:],
+        selection_values=standard(known_values(selection.values)),
         selection_mean=None if own is None else standard(own[:][:, 0]),
         center=center,
         scale=scale,
-        widths=job.train.widths,
-        seed=job.seed,
+        widths=train.widths,
+        seed=seed,
         standardisation=standardisation,
     )
-    return heads[job.kind].fit(data).to(job.device)
+    return head.fit(data).to(device)
 
 
 def calibration_metrics(

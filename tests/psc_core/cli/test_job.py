@@ -15,10 +15,10 @@ from PIL import Image
 from psc_core import FitSettings, open_dataset
 from psc_core.cli import fit as cli
 from psc_core.cli import job as estimate
-from psc_core.cli.job import Job, digest_of, job_of, provenance_of, without_path
+from psc_core.cli.job import digest_of, job_of, provenance_of, without_path
 from psc_core.data.cache import Scratch
 from psc_core.data.open import image_folder
-from psc_core.fit_data import FitData
+from psc_core.fit_data import FitData, FitJob
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.described import NetworkSpec
 from tests.psc_core.cli.support import run
@@ -100,9 +100,8 @@ def test_another_configuration_is_another_job(tmp_path: Path) -> None:
 RESIZED = replace(PRESETS["mnist"], height=32, width=20)
 
 
-def job_from(data: FitData, cache: Scratch | None) -> Job:
-    settings, network = FitSettings(device="cpu"), NetworkSpec("tests.tiny:network", 10)
-    return Job(data, settings, settings.compute(), Path("b"), "b", torch.nn.Identity(), network, "", cache)
+def job_from(data: FitData, cache: Scratch | None) -> FitJob:
+    return replace(FitJob.of(data, FitSettings(device="cpu")), cache=cache)
 
 
 def digits(data_root: Path, preprocess: Preprocess, max_images: int | None = None) -> FitData:
@@ -113,7 +112,7 @@ def digits(data_root: Path, preprocess: Preprocess, max_images: int | None = Non
 @pytest.fixture
 def without_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "rate", lambda *_: 100.0)
-    monkeypatch.setattr(estimate, "timed_fit", lambda _job, size, _bad: (1.0, 100 * size))
+    monkeypatch.setattr(estimate, "timed_fit", lambda _net, _job, size, _bad: (1.0, 100 * size))
 
 
 @pytest.mark.usefixtures("without_fits")
@@ -123,7 +122,7 @@ def test_disk_is_what_the_images_in_use_take(data_root: Path, max_images: int | 
         data = digits(data_root, preprocess, max_images)
         taken = (len(data.train) + len(data.val)) * size
         for where, expected in ((Scratch(), taken), (Scratch(processes=2), 2 * taken), (None, 0)):
-            found = estimate.estimate(job_from(data, where), 0)
+            found = estimate.estimate(torch.nn.Identity(), job_from(data, where), 0)
             assert (found.pixels, found.features) == (expected, 100 * len(data.train))
 
 

@@ -13,13 +13,13 @@ from torchvision import models
 from psc_core import PSC, FitSettings, fit_projection, fit_psc, measure_collapse, open_dataset
 from psc_core import checks as synthetic
 from psc_core.calibrate import score_dataset
-from psc_core.checks import CROP, PATCHES, TEXTURE, check_values, paste, regret
+from psc_core.checks import CROP, PATCHES, TEXTURE, check_values, least_regret, paste
 from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
 from psc_core.fit import project
 from psc_core.fit_data import Checkpoint, FitData, FitJob
-from psc_core.fit_parts import Layers, MapChoice, choose_map, cut, early_layers, fewest_positions, read, round_floats
+from psc_core.fit_parts import Layers, choose_map, cut, early_layers, fewest_positions, read, round_floats
 from psc_core.heads import sngp, softmax
 from psc_core.images.preprocess import PRESETS
 from psc_core.maps import Grid, PositionMoments
@@ -50,35 +50,35 @@ def test_seed_reaches_the_head(
 
 
 def test_features_are_ordered_by_class(net: nn.Module, val: ImageDataset, projection: FittedProjection) -> None:
-    compute, layers = SETTINGS.compute(), Layers(("4",), ("2",), ("0", "2"))
+    job, layers = FitJob.of(FitData.of(val, val), SETTINGS), Layers(("4",), ("2",), ("0", "2"))
     assert layers.names == ("4", "2", "0")
-    backbone = cut(net, layers.names, val, compute, keep_output=True)
+    backbone = cut(net, layers.names, val, job.compute, keep_output=True)
     layers = layers._replace(output=True)
-    found = read(backbone, layers, projection.projection, val, compute, pooled=True)
+    found, _ = read(backbone, layers, projection.projection, val, job)
     order = val.labels.argsort(stable=True)
-    assert torch.equal(found.features.labels, val.labels[order])
-    assert torch.equal(found.features.images, order)
+    assert torch.equal(found.labels, val.labels[order])
+    assert torch.equal(found.images, order)
     with torch.inference_mode():
         (chosen, second, first), own = backbone(val.preprocess.standardise(next(val.batches(len(val))).images))
         z = projection.projection([chosen])
     read_by_head = torch.cat([z, second.mean(2)], dim=1)[order]
-    assert found.features.widths == (z.shape[1], second.shape[1])
+    assert found.widths == (z.shape[1], second.shape[1])
     for got, expected in (
-        (found.features.head_input, read_by_head),
+        (found.head_input, read_by_head),
         (found.density_input, chosen.mean(2)[order]),
         (found.texture["0"], first.mean(2)[order]),
         (found.texture["2"], second.mean(2)[order]),
-        (found.features.network_output, own[order]),
+        (found.network_output, own[order]),
     ):
         torch.testing.assert_close(got[:], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_density_may_read_z(net: nn.Module, val: ImageDataset, projection: FittedProjection) -> None:
-    compute, layers = SETTINGS.compute(), Layers(("4",), (), ())
-    backbone = cut(net, layers.names, val, compute, keep_output=False)
-    found = read(backbone, layers, projection.projection, val, compute, pooled=False)
-    assert torch.equal(found.density_input[:], found.features.head_input[:])
-    assert found.texture == {} and found.features.network_output is None
+    job, layers = FitJob.of(FitData.of(val, val), SETTINGS.changed({"density": "gda"})), Layers(("4",), (), ())
+    backbone = cut(net, layers.names, val, job.compute, keep_output=False)
+    found, _ = read(backbone, layers, projection.projection, val, job)
+    assert torch.equal(found.density_input[:], found.head_input[:])
+    assert found.texture == {} and found.network_output is None
 
 
 FACTORY = "tests.tiny:network"
@@ -198,9 +198,8 @@ def test_no_checks_no_map(net: nn.Module, train: ImageDataset, val: ImageDataset
 
 
 def test_the_least_regret_is_chosen() -> None:
-    choice = MapChoice({"a": {CROP: 0.9, TEXTURE: 0.5}, "b": {CROP: 0.8, TEXTURE: 0.8}, "c": {CROP: 0.5, TEXTURE: 0.9}})
-    assert choice.chosen == "b" and regret(choice.aurocs, "b") == pytest.approx(0.1)
-    assert choice.to_json()["layers"][1] == {"layer": "b", "auroc": [0.8, 0.8]}
+    aurocs = {"a": {CROP: 0.9, TEXTURE: 0.5}, "b": {CROP: 0.8, TEXTURE: 0.8}, "c": {CROP: 0.5, TEXTURE: 0.9}}
+    assert least_regret(aurocs) == "b"
 
 
 def test_layers_whose_positions_are_alike_have_no_map(val: ImageDataset) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from psc_core.heads.base import ClassifierHead, Features, HeadJob
+from psc_core.heads.base import ClassifierHead, Features
 from psc_core.heads.laplace import LaplaceHead
 from psc_core.tasks import classification
 from psc_core.tasks.classification import Classification
@@ -40,10 +40,10 @@ def fit_head(
 ) -> ClassifierHead:
     """A head fitted to features that lie apart from any data set; by default every example is another image."""
     shown = torch.arange(len(labels)) if images is None else images
-    train = Features(z, labels, shown, (z.shape[1],))
-    selection = Features(z_val, val_labels, torch.arange(len(val_labels)), train.widths)
-    classes = tuple(str(label) for label in range(num_classes))
-    return classification.fit_head(HeadJob(kind, train, selection, classes, seed=seed), Classification.heads)
+    classes, widths = tuple(str(label) for label in range(num_classes)), (z.shape[1],)
+    train = Features(z, z, {}, labels, shown, classes, widths)
+    selection = Features(z_val, z_val, {}, val_labels, torch.arange(len(val_labels)), classes, widths)
+    return classification.fit_head(train, selection, Classification.heads[kind], seed, torch.device("cpu"))
 
 
 def fit(kind: str = "laplace", *, n: int = 300, dim: int = 6, classes: int = 3, scale: float = 1.0) -> ClassifierHead:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from psc_core.features import as_matrix
 from psc_core.heads import dve
-from psc_core.heads.base import Features, HeadJob, RegressionHead
+from psc_core.heads.base import Features, RegressionHead
 from psc_core.tasks import regression
 from psc_core.tasks.regression import Regression
 
@@ -36,11 +36,12 @@ def fit_head(
 ) -> RegressionHead:
     """A head fitted to features and numbers that lie apart from any data set, one example an image."""
     shown = torch.arange(len(z)) if images is None else images
-    train = Features(z, torch.zeros(len(z), dtype=torch.int64), shown, widths or (z.shape[1],), y)
+    widths = widths or (z.shape[1],)
+    train = Features(z, z, {}, torch.zeros(len(z), dtype=torch.int64), shown, (), widths, y)
     val_labels = torch.zeros(len(z_val), dtype=torch.int64)
     own = None if val_mean is None else as_matrix(val_mean[:, None])
-    selection = Features(z_val, val_labels, torch.arange(len(z_val)), train.widths, y_val, own)
-    return regression.fit_head(HeadJob(kind, train, selection, ()), Regression.heads)
+    selection = Features(z_val, z_val, {}, val_labels, torch.arange(len(z_val)), (), widths, y_val, own)
+    return regression.fit_head(train, selection, Regression.heads[kind], 0, torch.device("cpu"))
 
 
 def fit(kind: str, *, n: int = 300, dim: int = 6, scale: float = 1.0) -> RegressionHead:
