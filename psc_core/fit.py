@@ -37,9 +37,9 @@ from psc_core.calibrate import (
 from psc_core.collapse import ChosenLayer, CollapseReport, measure_layers, to_text
 from psc_core.compute import own_state
 from psc_core.data import MAX_BAD_IMAGES
-from psc_core.data.cache import Scratch, check_disjoint
+from psc_core.data.cache import Scratch, check_disjoint, warn_of_repeated
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.loaders import LoaderDescription, check_apart, read_loader, temporary_folder, warn_of_repeated
+from psc_core.data.loaders import LoaderDescription, check_apart, read_loader
 from psc_core.data.open import in_network_order
 from psc_core.density import DENSITIES
 from psc_core.errors import NetworkError, UsageError, warn
@@ -55,7 +55,6 @@ from psc_core.network.output import check_images, check_output, trial_images
 from psc_core.projection import FittedProjection, fit_tucker
 from psc_core.scoring import check_read_by
 from psc_core.settings import FitOptions, FitSettings, Stage, settings_where
-from psc_core.stored_images import check_count
 from psc_core.tasks import task_named
 
 
@@ -87,20 +86,6 @@ def project(net: nn.Module, chosen: ChosenLayer, job: FitJob) -> FittedProjectio
     if data.task_type.averages_layer(settings) and not reads_z:
         report = replace(report, warning="")  # Head and density read besides z, or instead of it, what z gives up.
     return FittedProjection(largest.leading(report.c_proj, report.d_proj).cpu(), report, chosen.layers)
-
-
-def check_settings(settings: FitSettings, data: FitData) -> FitSettings:
-    """Return the settings with the task of the images and, where no head is named, the task's first."""
-    temporary_folder()  # Before hours are spent on what is to be kept there.
-    task = data.task_type
-    settings = settings.of_task(task.name, task.heads)
-    if settings.head not in task.heads:
-        raise UsageError(f"expected head of a {task.noun} to be one of {', '.join(task.heads)}, got {settings.head!r}")
-    task.check(settings, len(data.calibration))
-    data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
-    if settings.stored_images is not None:
-        check_count(settings.stored_images, len(data.train.classes))
-    return settings
 
 
 @own_state()
@@ -200,13 +185,11 @@ def fit(
             _warn_of_no_export(net, images[:1], chosen.precision)
     val = open_images(loaders[1], "the validation data", described_as(train))
     check_disjoint(train, val)
-    warn_of_repeated(val)
-    data = FitData.of(train, val, seed=chosen.seed, task=task, max_images=chosen.max_images)
-    chosen = check_settings(chosen, data)
+    job = FitJob.of(train, val, chosen, task=task)
     if not train.preprocess.is_known:
         warn(f"the fitted model predicts tensors, but cannot be saved: {MAKE_KNOWN}")
-    provenance = {"psc_version": __version__, "settings": chosen.recorded()}
-    job, notes = FitJob(data, chosen, compute, name, provenance, Scratch()).decode(MAX_BAD_IMAGES)
+    provenance = {"psc_version": __version__, "settings": job.settings.recorded()}
+    job, notes = replace(job, name=name, provenance=provenance, cache=Scratch()).decode(MAX_BAD_IMAGES)
     if notes:
         warn("; ".join(notes))
     if predicts and (warning := job.first_evaluation(net.to(compute.device)).warning):
@@ -330,7 +313,7 @@ def measure_collapse(
     """
     check_read("measure_collapse", changes)
     settings = (settings or FitSettings()).changed(changes)
-    return collapse(net, _job(net, _data(train, val, settings), settings))
+    return collapse(net, _stage_job(net, train, val, settings))
 
 
 @own_state()
@@ -370,11 +353,7 @@ def fit_projection(
     """
     check_read("fit_projection", changes)
     settings = settings_for(chosen, settings, changes)
-    if val is None:
-        data = FitData.without_validation(train, seed=settings.seed, max_images=settings.max_images)
-    else:
-        data = _data(train, val, settings)
-    return project(net, chosen, _job(net, data, settings))
+    return project(net, chosen, _stage_job(net, train, val, settings))
 
 
 @own_state()
@@ -486,26 +465,29 @@ def _fit(
     **recorded: Any,
 ) -> FittedModel:
     """Return a model of type ``model_class``, which knows its task."""
-    data = _data(*images, settings, model_class.task_type.name)
-    job = replace(_job(net, data, check_settings(settings, data)), **recorded)
-    warn_of_repeated(images[1])
-    model = fit_model(net, chosen, projection, job)
+    job = FitJob.of(*images, settings, task=model_class.task_type.name)
+    check_disjoint(*images)
+    _check_network(net, job)
+    model = fit_model(net, chosen, projection, replace(job, **recorded))
     warn_of_policy(model.policy, model.report["metrics"])
     return model
 
 
-def _data(train: ImageDataset, val: ImageDataset, settings: FitSettings, task: str | None = None) -> FitData:
-    data = FitData.of(train, val, seed=settings.seed, task=task, max_images=settings.max_images)
-    check_disjoint(train, val)
-    return data
-
-
-def _job(net: nn.Module, data: FitData, settings: FitSettings) -> FitJob:
-    """Return the job of a stage, after a trial of the network."""
-    job = FitJob.of(data, settings)
-    device = job.compute.device
-    check_images(net.to(device), trial_images(data.train.preprocess).to(device), name=type(net).__name__)
+def _stage_job(net: nn.Module, train: ImageDataset, val: ImageDataset | None, settings: FitSettings) -> FitJob:
+    """Return the job of a stage that only chooses by validation images, and calibrates nothing."""
+    if val is None:
+        data = FitData.without_validation(train, seed=settings.seed, max_images=settings.max_images)
+    else:
+        data = FitData.of(train, val, seed=settings.seed, max_images=settings.max_images)
+        check_disjoint(train, val)
+    job = FitJob(data, settings, settings.compute())
+    _check_network(net, job)
     return job
+
+
+def _check_network(net: nn.Module, job: FitJob) -> None:
+    device = job.compute.device
+    check_images(net.to(device), trial_images(job.data.train.preprocess).to(device), name=type(net).__name__)
 
 
 def check_read(stage: str, changes: Collection[str]) -> None:

@@ -39,10 +39,12 @@ from psc_core.data.cache import (
     without,
 )
 from psc_core.data.dataset import ImageDataset, draw, draw_balanced, split_validation
+from psc_core.data.loaders import temporary_folder
 from psc_core.data.open import check_same
 from psc_core.errors import DataError, UsageError
 from psc_core.projection import FittedProjection, Projection, ProjectionReport
 from psc_core.settings import FitSettings
+from psc_core.stored_images import check_count
 from psc_core.tasks import task_named, task_of_images
 from psc_core.tasks.base import FIRST_EVALUATION_IMAGES, FirstEvaluation, Task
 
@@ -193,7 +195,7 @@ class FitJob:
     """A fit of a network: its images, settings and device."""
 
     data: FitData
-    settings: FitSettings  # as :func:`psc_core.fit.check_settings` returns them
+    settings: FitSettings  # as :func:`check_settings` returns them
     compute: Compute  # device, precision, batch size, processes
     name: str = "psc"  # of the model
     provenance: Mapping[str, Any] = field(default_factory=dict)  # recorded in the bundle, JSON types
@@ -202,8 +204,10 @@ class FitJob:
     say: Callable[[str], None] = say_nothing  # gets what each stage found
 
     @classmethod
-    def of(cls, data: FitData, settings: FitSettings) -> FitJob:
-        """Return a job of this process alone, on the device that the settings name."""
+    def of(cls, train: ImageDataset, val: ImageDataset, settings: FitSettings, *, task: str | None = None) -> FitJob:
+        """Return the job of fitting a model to these images, by this process alone, after checking it."""
+        data = FitData.of(train, val, seed=settings.seed, task=task, max_images=settings.max_images)
+        settings = check_settings(settings, data)
         return cls(data, settings, settings.compute())
 
     def first_evaluation(self, net: nn.Module, max_bad_images: int = 0) -> FirstEvaluation:
@@ -221,6 +225,20 @@ class FitJob:
         if skipped:
             data.check_rates(alpha=self.settings.alpha, coverage=self.settings.coverage)
         return replace(self, data=data), (*not_kept, *skipped)
+
+
+def check_settings(settings: FitSettings, data: FitData) -> FitSettings:
+    """Return the settings with the task of the images and, where no head is named, the task's first."""
+    temporary_folder()  # Before hours are spent on what is to be kept there.
+    task = data.task_type
+    settings = settings.of_task(task.name, task.heads)
+    if settings.head not in task.heads:
+        raise UsageError(f"expected head of a {task.noun} to be one of {', '.join(task.heads)}, got {settings.head!r}")
+    task.check(settings, len(data.calibration))
+    data.check_rates(alpha=settings.alpha, coverage=settings.coverage)
+    if settings.stored_images is not None:
+        check_count(settings.stored_images, len(data.train.classes))
+    return settings
 
 
 Stage = TypeVar("Stage")

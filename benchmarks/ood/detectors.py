@@ -118,7 +118,7 @@ def fit_pscs(run: Run, trained: Trained) -> Pscs:
         else:
             settings = fitting.settings_of(run).changed({"ood_score": options["ood_score"]})
             scorer = of_density[density].pipeline.scorer
-            pipelines[name], _ = calibrate_scorer(scorer, FitJob.of(data, settings))
+            pipelines[name], _ = calibrate_scorer(scorer, FitJob(data, settings, settings.compute()))
     selected = score_dataset(pipelines[DENSITY].scorer, data.selection, fitting.compute_of(run), "selection").scores
     weight = upper_spread(-selected["log_density"]) / upper_spread(selected["predictive_entropy"])
     return Pscs(of_density[PSC_OPTIONS[DEFAULT]["density"]], pipelines, weight)

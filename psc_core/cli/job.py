@@ -36,7 +36,7 @@ from psc_core.data.cache import Scratch, check_disjoint, only_readable
 from psc_core.data.dataset import ImageDataset, draw_balanced
 from psc_core.data.open import in_network_order, open_dataset, unread_files
 from psc_core.errors import UsageError
-from psc_core.fit import check_settings, fit_stages
+from psc_core.fit import fit_stages
 from psc_core.fit_data import Checkpoint, FitData, FitJob, say_nothing
 from psc_core.model import FittedModel
 from psc_core.network.described import NetworkSpec, describe, is_described
@@ -47,7 +47,7 @@ from psc_core.network.weights import files_of
 from psc_core.projection import FittedProjection
 from psc_core.report import page
 from psc_core.report.content import Content, collect_fit, facts_about
-from psc_core.settings import DEFAULTS, FitSettings, key_values
+from psc_core.settings import FitSettings, key_values
 from psc_core.tasks import TASKS
 
 
@@ -153,9 +153,9 @@ def open_job(args: argparse.Namespace) -> tuple[nn.Module, NetworkSpec, FitJob]:
     train, note = in_network_order(opened(args.train, split="train"), described.classes)
     train = replace(train, notes=(*train.notes, note)) if note else train
     val = opened(args.val, split="val")
-    data = FitData.of(train, val, seed=args.seed, task=args.task or DEFAULTS.task, max_images=args.max_images)
     given = {name: getattr(args, name, None) for name in FitSettings.model_fields}
-    settings = check_settings(FitSettings(**{name: value for name, value in given.items() if value is not None}), data)
+    settings = FitSettings(**{name: value for name, value in given.items() if value is not None})
+    job = FitJob.of(train, val, settings, task=settings.task)
     check_target(args.out)  # Before it is resolved, because a link is refused.
     out = args.out.resolve()
     name = args.name or out.name
@@ -163,21 +163,20 @@ def open_job(args: argparse.Namespace) -> tuple[nn.Module, NetworkSpec, FitJob]:
         raise UsageError(f"expected a --name of at most {MAX_NAME} characters, got {len(name)}")
     if not args.dry_run:  # Now rather than after hours; whether the checkpoint is of this job is only known then.
         check_target(out, overwrite=args.overwrite or (_stages_folder(out).exists() and not args.fresh))
-    net, network = load(args, described, data.task.network_outputs(data.train.classes))
-    compute = settings.compute(join_processes() if args.distributed else (0, 1))
+    outputs = job.data.task.network_outputs(job.data.train.classes)
+    net, network = load(args, described, outputs)
+    compute = job.settings.compute(join_processes() if args.distributed else (0, 1))
     net = net.to(compute.device)
     images = trial_images(train.preprocess).to(compute.device)
-    check_output(net, images[:1], data.task.network_outputs(data.train.classes), name=network.spec)
+    check_output(net, images[:1], outputs, name=network.spec)
     check_images(net, images, name=network.spec)
     if spec_of(net) is None:  # a bundle will hold its graph
         check_exportable(net, images[:1], compute.precision)
-    showing = partial(track, total=len(train), description="comparing")
-    # Last, as it may take long; not data.train: the network has seen what that leaves out.
-    check_disjoint(train, val, showing)
-    folder = Path(args.cache) if args.cache else None
-    cache = None if args.cache == "off" else Scratch(folder, compute.world)
+    # Last, as it may take long; not job.data.train: the network has seen what that leaves out.
+    check_disjoint(train, val, partial(track, total=len(train), description="comparing"))
+    cache = None if args.cache == "off" else Scratch(Path(args.cache) if args.cache else None, compute.world)
     say = print_now if compute.rank == 0 else say_nothing  # of several processes the first
-    return net, network, FitJob(data, settings, compute, name, cache=cache, say=say)
+    return net, network, replace(job, compute=compute, name=name, cache=cache, say=say)
 
 
 def _stages_folder(out: Path) -> Path:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from psc_core.compute import Compute, track
 from psc_core.data.dataset import DECODERS, ArraySource, FileSource, ImageDataset, ImageSource, RawImage, TensorSource
-from psc_core.errors import DataError, ImageError, UsageError
+from psc_core.errors import DataError, ImageError, LoaderWarning, UsageError, warn
 from psc_core.images.files import read_file
 from psc_core.images.preprocess import Preprocess
 
@@ -172,12 +172,24 @@ def shared_images(train: ImageDataset, val: ImageDataset, show: Callable[[Sequen
 def check_disjoint(
     train: ImageDataset, val: ImageDataset, show: Callable[[Sequence[int]], Iterable[int]] = iter
 ) -> None:
-    """Require validation images that are not training images, but for a few accidental duplicates."""
+    """Require validation images that are not training images, but for a few duplicates, and warn if they repeat."""
     shared = shared_images(train, val, show)
     if shared > REPEATED * len(val):
         raise UsageError(
             f"expected validation images that the network was not trained on, {shared} of the {len(val)} images of "
             f"{val.name} are training images too; {HOLD_OUT}"
+        )
+    warn_of_repeated(val)
+
+
+def warn_of_repeated(val: ImageDataset) -> None:
+    """Warn if validation images repeat, as happens with a sampler that draws with replacement."""
+    count = len(val) - len({*image_keys(val)}) if isinstance(val.source, TensorSource) else 0
+    if count > REPEATED * len(val):
+        warn(
+            f"{count} of {len(val)} validation images are repeated, so that fewer calibrate than are counted; give "
+            "each once, without a sampler that draws with replacement",
+            LoaderWarning,
         )
 
 

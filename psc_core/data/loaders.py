@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from psc_core.answers import UNNAMED, Target
-from psc_core.data.cache import HOLD_OUT, REPEATED, Scratch, image_keys, map_file
+from psc_core.data.cache import HOLD_OUT, Scratch, map_file
 from psc_core.data.dataset import ImageDataset, TensorSource, check_labels, label_images, number_images
 from psc_core.data.open import SHOWN_CLASSES
 from psc_core.errors import DataError, LoaderWarning, PSCError, UsageError, join_names, warn
@@ -206,17 +206,6 @@ def check_apart(train: Any, val: Any) -> None:
     if dataset_of(train) is dataset_of(val) and _is_whole(train) and _is_whole(val):
         raise UsageError(
             f"expected validation images that the network was not trained on, got one data set for both; {HOLD_OUT}"
-        )
-
-
-def warn_of_repeated(val: ImageDataset) -> None:
-    """Warn if validation images repeat, as happens with a sampler that draws with replacement."""
-    count = len(val) - len({*image_keys(val)}) if isinstance(val.source, TensorSource) else 0
-    if count > REPEATED * len(val):
-        warn(
-            f"{count} of {len(val)} validation images are repeated, so that fewer calibrate than are counted; give "
-            "each once, without a sampler that draws with replacement",
-            LoaderWarning,
         )
 
 

@@ -16,6 +16,7 @@ from psc_core import FitSettings, open_dataset
 from psc_core.cli import fit as cli
 from psc_core.cli import job as estimate
 from psc_core.cli.job import digest_of, job_of, provenance_of, without_path
+from psc_core.compute import Compute
 from psc_core.data.cache import Scratch
 from psc_core.data.open import image_folder
 from psc_core.fit_data import FitData, FitJob
@@ -101,7 +102,7 @@ RESIZED = replace(PRESETS["mnist"], height=32, width=20)
 
 
 def job_from(data: FitData, cache: Scratch | None) -> FitJob:
-    return replace(FitJob.of(data, FitSettings(device="cpu")), cache=cache)
+    return FitJob(data, FitSettings(device="cpu"), Compute(torch.device("cpu")), cache=cache)
 
 
 def digits(data_root: Path, preprocess: Preprocess, max_images: int | None = None) -> FitData:

@@ -25,8 +25,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from psc_core import open_loader
-from psc_core.data.cache import check_disjoint
-from psc_core.data.loaders import check_apart, warn_of_random, warn_of_repeated
+from psc_core.data.cache import check_disjoint, warn_of_repeated
+from psc_core.data.loaders import check_apart, warn_of_random
 from psc_core.errors import LoaderWarning, UsageError
 from psc_core.images.preprocess import Preprocess, as_batch
 

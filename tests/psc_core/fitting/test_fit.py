@@ -24,7 +24,7 @@ from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset, concatenate, draw_balanced
 from psc_core.errors import FitError, LoaderWarning, NetworkError, UsageError
 from psc_core.fit import trial_of
-from psc_core.fit_data import FitData, FitJob
+from psc_core.fit_data import FitData, FitJob, check_settings
 from psc_core.model import TRIAL_IMAGES
 from psc_core.projection import FittedProjection
 from psc_core.settings import Stage, settings_where
@@ -133,7 +133,7 @@ def test_stages_read_their_settings(job: str, images: str, data_root: Path, requ
     trained: TinyJob = request.getfixturevalue(job)
     opened = partial(open_dataset, f"{images}:{data_root}", preprocess=PRESETS["mnist"])
     data = FitData.of(opened(split="train"), opened(split="val"))
-    settings = stages.check_settings(FitSettings(device="cpu", minimum_dim=8), data)
+    settings = check_settings(FitSettings(device="cpu", minimum_dim=8), data)
     read: dict[Stage, set[str]] = {stage: set() for stage in Stage}
     jobs = {stage: FitJob(data, recording(settings, read[stage]), settings.compute()) for stage in Stage}
     chosen = stages.collapse(trained.net, jobs[Stage.COLLAPSE]).choose()

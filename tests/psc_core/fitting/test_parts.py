@@ -50,7 +50,7 @@ def test_seed_reaches_the_head(
 
 
 def test_features_are_ordered_by_class(net: nn.Module, val: ImageDataset, projection: FittedProjection) -> None:
-    job, layers = FitJob.of(FitData.of(val, val), SETTINGS), Layers(("4",), ("2",), ("0", "2"))
+    job, layers = FitJob(FitData.of(val, val), SETTINGS, SETTINGS.compute()), Layers(("4",), ("2",), ("0", "2"))
     assert layers.names == ("4", "2", "0")
     backbone = cut(net, layers.names, val, job.compute, keep_output=True)
     layers = layers._replace(output=True)
@@ -74,7 +74,8 @@ def test_features_are_ordered_by_class(net: nn.Module, val: ImageDataset, projec
 
 
 def test_a_density_may_read_z(net: nn.Module, val: ImageDataset, projection: FittedProjection) -> None:
-    job, layers = FitJob.of(FitData.of(val, val), SETTINGS.changed({"density": "gda"})), Layers(("4",), (), ())
+    settings, layers = SETTINGS.changed({"density": "gda"}), Layers(("4",), (), ())
+    job = FitJob(FitData.of(val, val), settings, settings.compute())
     backbone = cut(net, layers.names, val, job.compute, keep_output=False)
     found, _ = read(backbone, layers, projection.projection, val, job)
     assert torch.equal(found.density_input[:], found.head_input[:])
@@ -269,7 +270,7 @@ def test_no_images_are_mixed_where_any_are_ambiguous(
     plain = FitData.of(train, val)
     two_labels = torch.stack([val.labels, (val.labels + 1) % 10], dim=1).flatten()
     for data in (plain, replace(plain, val=replace(val, labels=two_labels, offsets=2 * val.offsets))):
-        project(net, ChosenLayer(("4",), "named by the test"), FitJob.of(data, settings))
+        project(net, ChosenLayer(("4",), "named by the test"), FitJob(data, settings, settings.compute()))
     assert asked == [True, False]
 
 
