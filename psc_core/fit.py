@@ -289,7 +289,7 @@ def measure_collapse(
 ) -> CollapseReport:
     """Measure NC1 on ``train`` and NC4 (for a regression R²) on the selection split of ``val``, after every layer.
 
-    Example:
+    Examples:
         >>> from functools import partial
         >>> from psc_core import PRESETS, open_dataset
         >>> open_split = partial(open_dataset, "mnist:tests/data", preprocess=PRESETS["mnist"])
@@ -328,7 +328,7 @@ def fit_projection(
 ) -> FittedProjection:
     """Fit moments and Tucker factors to ``train``; the selection split of ``val``, or ``train``, chooses the sizes.
 
-    Example:
+    Examples:
         >>> from psc_core import PRESETS, open_dataset
         >>> train = open_dataset("mnist:tests/data", split="train", preprocess=PRESETS["mnist"])
         >>> net = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(1352, 10)).eval()
@@ -371,7 +371,7 @@ def fit_psc(  # noqa: PLR0913
 ) -> PSC:
     """Fit density and head to z of ``train``, and calibrate them on the calibration split of ``val``.
 
-    Example:
+    Examples:
         >>> from functools import partial
         >>> from psc_core import PRESETS, open_dataset
         >>> open_split = partial(open_dataset, "mnist:tests/data", preprocess=PRESETS["mnist"])
@@ -427,7 +427,7 @@ def fit_regressor(  # noqa: PLR0913
 ) -> PSCRegressor:
     """Fit a density of bins and a head to z of ``train``, and calibrate them on the calibration split of ``val``.
 
-    Example:
+    Examples:
         >>> from functools import partial
         >>> from psc_core import PRESETS, open_dataset
         >>> open_split = partial(open_dataset, "rotated-mnist:tests/data", preprocess=PRESETS["mnist"])
