@@ -137,13 +137,13 @@ def fit_stages(
         if checkpoint is not None:
             checkpoint.save_collapse(report)
     chosen = report.choose(None if layer == "auto" else layer)
-    job.say(to_text(report, chosen))
+    job.say(f"chosen layer: {'+'.join(chosen.layers)} ({len(report.layers)} measured)", to_text(report, chosen))
     projection = None if checkpoint is None else checkpoint.load_projection()
     if projection is None:
         projection = project(net, chosen, job)
         if checkpoint is not None:
             checkpoint.save_projection(projection)
-    job.say(projection.report.summary(report.nc4_of(chosen)))
+    job.say("", projection.report.summary(report.nc4_of(chosen)))
     return report, projection, fit_model(net, chosen, projection, job)
 
 

@@ -186,7 +186,7 @@ def check_classes(train: ImageDataset, val: ImageDataset) -> None:
         )
 
 
-def say_nothing(text: str) -> None:
+def say_nothing(text: str, details: str = "") -> None:
     """Tell nobody."""
 
 
@@ -201,7 +201,7 @@ class FitJob:
     provenance: Mapping[str, Any] = field(default_factory=dict)  # recorded in the bundle, JSON types
     cache: Scratch | None = None  # for decoded images; None: each pass decodes them
     scratch: Scratch = field(default_factory=Scratch)  # for features
-    say: Callable[[str], None] = say_nothing  # gets what each stage found
+    say: Callable[..., None] = say_nothing  # gets what each stage found: in short, and where it is asked for, more
 
     @classmethod
     def of(cls, train: ImageDataset, val: ImageDataset, settings: FitSettings, *, task: str | None = None) -> FitJob:

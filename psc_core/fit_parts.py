@@ -378,7 +378,7 @@ def fit_parts(net: nn.Module, chosen: ChosenLayer, projection: FittedProjection,
     if settings.ood_score == "checks":
         checks, layer, choice = choose_checks(scorer, layers, textures, data, compute)
         record["checks"] = choice.to_json()
-        job.say(choice.table())
+        job.say(f"checks: {', '.join(checks)}", choice.table())
     if chosen_map := _choose_map(scorer, layers, moments, data, compute):
         layer_map, record["map"] = chosen_map
     kept = layers_of(layers.chosen, layers.head, layer, None if layer_map is None else layer_map.layer)

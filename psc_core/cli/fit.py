@@ -122,6 +122,8 @@ def parser() -> argparse.ArgumentParser:
         "fit on a few images only, write nothing, and print the time, memory and disk that a fit on all of them takes"
     )
     group.add_argument("--dry-run", action="store_true", help=text)
+    text = "print the measurements behind each choice: all layers, sizes, checks and scores"
+    group.add_argument("--verbose", action="store_true", help=text)
     group.add_argument("--fresh", action="store_true", help="ignore the checkpoint of an interrupted run")
     _add_setting(group, "seed", "seed of the split of the validation images and of the head")
 
@@ -186,7 +188,8 @@ def fit(args: argparse.Namespace) -> None:
     checkpoint = steps.open_checkpoint(job, network.configuration, args)
     report, projection, model = fit_stages(net, job, checkpoint)
     if is_first:
-        steps.write(args.out.resolve(), model, report, projection, None if args.no_report else (net, job))
+        of_network = None if args.no_report else (net, job)
+        steps.write(args.out.resolve(), model, report, projection, of_network, verbose=args.verbose)
         checkpoint.clear()
 
 

@@ -135,8 +135,10 @@ def opening_text(net: nn.Module, data: FitData) -> str:
     return "\n".join(lines)
 
 
-def print_now(text: str) -> None:
-    print(text, flush=True)
+def print_now(text: str, details: str = "", *, verbose: bool) -> None:
+    """Print what a stage found, in short or, if there are any and they are asked for, the details."""
+    if shown := (details or text) if verbose else text:
+        print(shown, flush=True)
 
 
 def open_job(args: argparse.Namespace) -> tuple[nn.Module, NetworkSpec, FitJob]:
@@ -175,7 +177,7 @@ def open_job(args: argparse.Namespace) -> tuple[nn.Module, NetworkSpec, FitJob]:
     # Last, as it may take long; not job.data.train: the network has seen what that leaves out.
     check_disjoint(train, val, partial(track, total=len(train), description="comparing"))
     cache = None if args.cache == "off" else Scratch(Path(args.cache) if args.cache else None, compute.world)
-    say = print_now if compute.rank == 0 else say_nothing  # of several processes the first
+    say = partial(print_now, verbose=args.verbose) if compute.rank == 0 else say_nothing  # of all processes the first
     return net, network, replace(job, compute=compute, name=name, cache=cache, say=say)
 
 
@@ -226,6 +228,8 @@ def write(
     report: CollapseReport,
     projection: FittedProjection,
     of_network: tuple[nn.Module, FitJob] | None,
+    *,
+    verbose: bool,
 ) -> None:
     """Write bundle, collapse table, model card and, of the network and its fit, the report; print what they say."""
     manifest = model.save(out)
@@ -239,7 +243,7 @@ def write(
         content.save(out)
     facts = facts_about(out, manifest, model.calibration, content)
     page.write_card(facts)
-    print(facts.to_text())
+    print(facts.to_text(verbose=verbose))
     if of_network:
         print(f"report: {page.write(facts, out)}")
     print(f"next: {page.serve_command(out, manifest)}")

@@ -170,6 +170,7 @@ class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
         "synthetic OOD images": GLOSSARY["synthetic OOD images"],
         "check": "A value with its own p-value: texture (early layer), content (chosen layer), confidence (energy).",
     }
+    wrong = "are wrong"
     test_images = "images/test"
 
     def scored_set(self, name: str, role: Role, data: ImageDataset, scored: ScoredImages) -> ClassificationSet:
@@ -196,6 +197,11 @@ class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
     ) -> dict[str, float | None]:
         can_be_ambiguous = policy.can_be_ambiguous(calibration.num_classes)
         return {"entropies": policy.ambiguity_threshold if can_be_ambiguous else None}
+
+    def judge(
+        self, images: ClassificationSet, policy: ClassificationPolicy, calibration: Calibration
+    ) -> tuple[Bool[Tensor, " n"], Bool[Tensor, " n"]]:
+        return ~(images.entropy <= policy.ambiguity_threshold), images.predicted != images.labels
 
     def policy_lines(
         self, task: Classification, policy: ClassificationPolicy, limits: Mapping[str, float | None]

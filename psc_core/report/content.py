@@ -7,6 +7,7 @@ safetensors file, so that the page can be drawn again without the images.  No re
 from __future__ import annotations
 
 import json
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -188,6 +189,7 @@ class TaskReport(ABC, Generic[AnyModel, AnyScored]):
     digits: ClassVar[str] = ".4g"  # of a metric
     recorded: ClassVar[Mapping[str, str]] = {}  # metrics shown without images, by their names in the manifest
     glossary: ClassVar[Mapping[str, str]]  # the words that the page explains
+    wrong: ClassVar[str]  # what a wrong answer is, as in "2 % of these are wrong"
     test_images: ClassVar[str] = "images/test"  # in example commands
 
     @abstractmethod
@@ -205,6 +207,10 @@ class TaskReport(ABC, Generic[AnyModel, AnyScored]):
     @abstractmethod
     def limits_of(self, policy: Any, calibration: Any, metrics: Mapping[str, Any]) -> dict[str, float | None]:
         """Return the limits of decisions by the figure that shows them; None if no image is beyond."""
+
+    @abstractmethod
+    def judge(self, images: Any, policy: Any, calibration: Any) -> tuple[Bool[Tensor, " n"], Bool[Tensor, " n"]]:
+        """Return which images are unclear, if they are not unusual, and which answers are wrong."""
 
     @abstractmethod
     def policy_lines(self, task: Any, policy: Any, limits: Mapping[str, float | None]) -> list[str]:
@@ -306,6 +312,44 @@ class Facts:
             return int(self.manifest.metrics.get("validation_images", 0))
         return len(self.measured.ood_score)
 
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """The shares of :attr:`measured` by decision, and of its accepted images that are wrong; empty if it is None.
+
+        ``found`` is the mean share of synthetic OOD images that are called unusual, where there are any.
+        """
+        if (images := self.measured) is None:
+            return {}
+        unusual = images.ood_score > self.ood_threshold
+        unclear, wrong = self.of_task.judge(images, self.manifest.policy, self.calibration)
+        accepted = ~unusual & ~unclear
+        shares = {"accepted": accepted, "unclear": unclear & ~unusual, "unusual": unusual, "wrong": wrong[accepted]}
+        found = {name: float(part.double().mean()) if len(part) else 0.0 for name, part in shares.items()}
+        synthetic = self.flagged_as(Role.SYNTHETIC).values()
+        return found | ({"found": statistics.mean(synthetic)} if synthetic else {})
+
+    @property
+    def verdict(self) -> list[str]:
+        """What the model does with images, a sentence each: with ordinary ones, and with synthetic OOD images."""
+        if not (shares := self.shares):
+            return []
+        texts = {name: f"{100 * share:.{0 if share >= 0.1 else 1}f} %" for name, share in shares.items()}
+        alpha = f"{100 * self.manifest.policy.alpha:.3g} %"
+        lines = [
+            f"of {self.quality_images} {self.measured.role.value if self.measured else ''}, none of them used to fit: "
+            f"{texts['accepted']} accepted, {texts['unclear']} unclear, {texts['unusual']} unusual (false alarms, "
+            f"target {alpha})",
+            f"of the accepted ones {texts['wrong']} {self.of_task.wrong}",
+        ]
+        if synthetic := self.flagged_as(Role.SYNTHETIC):
+            least, most = (pick(synthetic, key=synthetic.__getitem__) for pick in (min, max))
+            lines.append(
+                f"of synthetic OOD images {texts['found']} found unusual: from "
+                f"{100 * synthetic[least]:.0f} % ({least}) to "
+                f"{100 * synthetic[most]:.0f} % ({most})"
+            )
+        return lines
+
     def cells(self, quality: Mapping[str, float]) -> list[str]:
         """Format the metrics of a predictor in the order of the task's columns, with a dash for a missing one."""
         columns, digits = self.of_task.columns, self.of_task.digits
@@ -330,9 +374,12 @@ class Facts:
     def flagged_as(self, role: Role) -> dict[str, float]:
         return {images.name: self.flagged[images.name] for images in self.content.sets if images.role is role}
 
-    def to_text(self) -> str:
-        """Return the last lines of a fit on the terminal."""
-        lines = [self.headline]
+    def to_text(self, *, verbose: bool = True) -> str:
+        """Return the last lines of a fit on the terminal; unless ``verbose``, without what the report has too."""
+        lines = [self.headline, *self.verdict]
+        if not verbose and self.verdict:
+            lines += filter(None, [self.kept_images])
+            return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
         if self.quality:
             width = max(map(len, self.quality))
             lines.append(f"{'':{width}}  " + "  ".join(f"{title:>9}" for title in self.of_task.columns.values()))

@@ -10,6 +10,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from psc_core.bundle import Manifest
+from psc_core.bundle import Manifest, fit_command
 from psc_core.collapse import CollapseReport
 from psc_core.evaluation.replay import Fraction, Replay
 from psc_core.images.decode import SMALL, as_base64, png_of
@@ -123,11 +124,21 @@ def scores(sets: Sequence[ScoredSet], score: str, title: str, limit: float | Non
         return None
     known = torch.cat([values for _, values, role in rows if role.is_known] or [rows[0][1]])
     # In-distribution images set the range, so that far outliers do not squeeze them into a few bins.
+    # Far from them the axis is logarithmic, so that the limit is seen among them and far images are too.
     low = min(*(float(values.quantile(0.005)) for _, values, _ in rows), math.inf if limit is None else limit)
-    high = max(float(values.quantile(0.9)) for _, values, _ in rows)
+    high = max(float(values.quantile(0.995)) for _, values, _ in rows)
     high = max(high, float(known.quantile(0.995)), low + 1e-6 if limit is None else limit + (limit - low) / 4)
-    edges = np.linspace(low, high, 80)
+    centre, spread = float(known.median()), max(float(known.quantile(0.75) - known.quantile(0.25)), 1e-9)
+
+    def squeeze(x: Any) -> Any:
+        return np.arcsinh((np.asarray(x) - centre) / spread)
+
+    def stretch(y: Any) -> Any:
+        return centre + spread * np.sinh(y)
+
+    edges = stretch(np.linspace(squeeze(low), squeeze(high), 80))
     figure, axis = axes_of(7.5, 0.8 + 0.42 * len(rows))
+    axis.set_xscale("function", functions=(squeeze, stretch))
     for row, (_, values, role) in enumerate(rows):
         counts, _ = np.histogram(values.clamp(low, high).numpy(), edges)
         base = len(rows) - 1 - row
@@ -171,6 +182,7 @@ def roc(inside: ScoredSet, outside: Sequence[ScoredSet]) -> Figure | None:
 
 
 CARD: Final = "README.md"
+OF_METHOD: Final = frozenset({"collapse", "sizes"})  # figures for those who ask how it was fitted
 _WIDE: Final = 5.0  # the width, in inches, from which a figure takes a whole line of the page
 _HERE: Final = Path()  # the path of the bundle in commands, which are the same wherever the bundle lies
 _CONTROLS: Final = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029], " ")
@@ -210,6 +222,7 @@ def write(facts: Facts, folder: Path) -> Path:
             "title": title,
             "text": words.no_limit[name] if limits.get(name, 0) is None else text,
             "png": as_base64(pngs[name]),
+            "of_method": name in OF_METHOD,
             "is_wide": drawn[name].get_figwidth() >= _WIDE,
         }
         for name, (title, text) in words.texts.items()
@@ -217,7 +230,13 @@ def write(facts: Facts, folder: Path) -> Path:
     ]
     page = folder / PAGE
     page.write_text(
-        _template(facts, PAGE).render(**_values(facts), figures=shown, gallery=_gallery(facts), glossary=words.glossary)
+        _template(facts, PAGE).render(
+            **_values(facts),
+            figures=shown,
+            gallery=_gallery(facts),
+            glossary=words.glossary,
+            today=date.today().isoformat(),
+        )
     )
     return page
 
@@ -261,7 +280,7 @@ def _values(facts: Facts) -> dict[str, Any]:
     return {
         "facts": facts,
         "manifest": facts.manifest,
-        "roles": Role,
+        "fit": fit_command({"provenance": facts.manifest.provenance}),
         "serve": serve_command(_HERE, facts.manifest),
         "evaluate": f"psc-eval --bundle {_HERE} --id {images} --ood NAME=images/others --out report{permission}",
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -131,6 +131,7 @@ class RegressionTaskReport(TaskReport[PSCRegressor, ScoredNumbers]):
         "NLL": "Mean of −log(predicted density of the true number); lower is better. Nats.",
         "CRPS": "Mean distance of the predicted distribution from the true number, in its unit; lower is better.",
     }
+    wrong = "have a number outside of their interval"
     test_images = "images/test.csv"
 
     def scored_set(self, name: str, role: Role, data: ImageDataset, scored: ScoredNumbers) -> RegressionSet:
@@ -156,6 +157,13 @@ class RegressionTaskReport(TaskReport[PSCRegressor, ScoredNumbers]):
     ) -> dict[str, float | None]:
         width = policy.max_width
         return {"deviations": None if width is None else width / 2 / calibration.quantile(policy.coverage)}
+
+    def judge(
+        self, images: RegressionSet, policy: RegressionPolicy, calibration: Calibration
+    ) -> tuple[Bool[Tensor, " n"], Bool[Tensor, " n"]]:
+        half = calibration.quantile(policy.coverage) * images.deviation.double()
+        widest = math.inf if policy.max_width is None else policy.max_width
+        return ~(2 * half <= widest), (images.values - images.mean.double()).abs() > half
 
     def policy_lines(self, task: Regression, policy: RegressionPolicy, limits: Mapping[str, float | None]) -> list[str]:
         widest = "" if policy.max_width is None else f"{policy.max_width:g} {task.target.unit}".rstrip()
