@@ -24,7 +24,7 @@ from starlette.requests import Request
 from app.errors import DeadlineExceeded, Forbidden, Unauthorized
 from app.log import LogWriter
 from app.memory import MemoryBudget
-from app.metrics import DescriptorWatch, Metrics, gpu_usage
+from app.metrics import DescriptorWatch, Metrics, record_gpu
 from app.models import Registry
 from app.settings import Settings
 from psc_core.allocator import release_freed_memory
@@ -279,11 +279,8 @@ class Service:
     def refresh_gpu_metrics(self) -> None:
         """Read the memory and utilisation of the GPUs in use."""
         for device in {served.model.device for served in self.registry.served}:
-            usage = gpu_usage(device)
-            for use, size in usage.memory_bytes.items():
-                self.metrics.psc_gpu_memory_bytes.labels(device=str(device), kind=use).set(size)
-            if usage.utilisation is not None:
-                self.metrics.psc_gpu_utilisation_ratio.labels(device=str(device)).set(usage.utilisation)
+            if device.type == "cuda":
+                record_gpu(self.metrics, device)
 
     def _left_of(self, seconds: float) -> float:
         return max(0.0, self._draining_since + seconds - asyncio.get_running_loop().time())
