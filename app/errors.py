@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
@@ -203,33 +202,20 @@ class ProblemDocument(BaseModel):
     retry_after_seconds: int | None = Field(default=None, ge=1)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """An RFC 9457 problem: its document, and the headers of its response other than the content type."""
-
-    document: ProblemDocument
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def slug(self) -> str:
-        """The last part of the problem's type, which is the label ``reason`` of ``psc_rejected_total``."""
-        return self.document.type.removeprefix(TYPE_PREFIX)
-
-
 # Maps the HTTP status of a request that matches no route to (last part of the problem's type, title).
 ROUTING: Final = {404: ("not-found", "No such resource"), 405: ("method-not-allowed", "Method not allowed")}
 MAX_DETAIL: Final = 1000
 TYPE_PREFIX: Final = "urn:psc:problem:"
 
 
-def problem_of(error: BaseException) -> Problem:
-    """Return the problem that describes ``error``; an error outside :data:`TABLE` becomes an opaque internal error."""
+def problem_of(error: BaseException) -> tuple[ProblemDocument, dict[str, str]]:
+    """Return the problem that describes an error, opaque if it is not in :data:`TABLE`, and the answer's headers."""
     cause: BaseException = error.cause if isinstance(error, ImageRefused) else error
     row = next((TABLE[base] for base in type(cause).__mro__ if base in TABLE), None)
-    if row is None:
-        return make_problem(INTERNAL, "an internal error was logged under this request's id; report it with the id")
     headers: dict[str, str] = {}
     members: dict[str, Any] = {}
+    if row is None:
+        row, error = INTERNAL, PSCError("an internal error was logged under this request's id; report it with the id")
     if isinstance(error, ImageRefused):
         members = {"index": error.index, "filename": error.name and shorten(error.name, MAX_DETAIL)}
     if isinstance(error, InferenceFailed):
@@ -243,95 +229,45 @@ def problem_of(error: BaseException) -> Problem:
         headers["accept-encoding"] = "identity"
     if isinstance(cause, (BodyTooLarge, SlowUpload)):
         headers["connection"] = "close"
-    return make_problem(row, str(error), headers, **members)
+    return make_problem(row, str(error), **members), headers
 
 
-def make_problem(
-    row: tuple[int, str, str], detail: str, headers: Mapping[str, str] | None = None, **members: Any
-) -> Problem:
+def make_problem(row: tuple[int, str, str], detail: str, **members: Any) -> ProblemDocument:
     """Return the problem of a row of :data:`TABLE`, with a detail that is not too long."""
     status, slug, title = row
     detail = shorten(detail, MAX_DETAIL)
-    document = ProblemDocument(type=TYPE_PREFIX + slug, title=title, status=status, detail=detail, **members)
-    return Problem(document, headers or {})
+    return ProblemDocument(type=TYPE_PREFIX + slug, title=title, status=status, detail=detail, **members)
 
 
 def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:
     """Return the response for an error; count it, and log it if the operator should know."""
-    problem = problem_of(error)
-    if problem.document.status >= 500:
-        crashed = problem.document.status == 500
+    problem, headers = problem_of(error)
+    if problem.status >= 500:
+        crashed = problem.status == 500
         logger.log(logging.ERROR if crashed else logging.WARNING, "%s", error, exc_info=error if crashed else None)
-    return problem_response(problem, scope, metrics)
+    return problem_response(problem, headers, scope, metrics)
 
 
-def problem_response(problem: Problem, scope: Scope, metrics: Metrics) -> Response:
+def problem_response(
+    problem: ProblemDocument, headers: Mapping[str, str] | None, scope: Scope, metrics: Metrics
+) -> Response:
     """Count a problem and return the response for it."""
-    metrics.psc_rejected_total.labels(reason=problem.slug).inc()
-    document = problem.document
+    metrics.psc_rejected_total.labels(reason=problem.type.removeprefix(TYPE_PREFIX)).inc()
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     if path == "/v2" or path.startswith("/v2/"):
-        body, media_type = orjson.dumps({"error": document.detail}), "application/json"
+        body, media_type = orjson.dumps({"error": problem.detail}), "application/json"
     else:
-        body, media_type = document.model_dump_json(exclude_none=True).encode(), MEDIA_TYPE
-    return Response(body, document.status, dict(problem.headers), media_type=media_type)
+        body, media_type = problem.model_dump_json(exclude_none=True).encode(), MEDIA_TYPE
+    return Response(body, problem.status, headers, media_type=media_type)
 
 
 async def on_http_exception(request: Request, error: Any) -> Response:
     """Answer a request whose path or method has no route; other errors reach :mod:`app.http.middleware`."""
     slug, title = ROUTING.get(error.status_code, (f"http-{error.status_code}", "Request refused"))
-    problem = make_problem((error.status_code, slug, title), str(error.detail), error.headers)
-    return problem_response(problem, request.scope, request.app.state.service.metrics)
+    problem = make_problem((error.status_code, slug, title), str(error.detail))
+    return problem_response(problem, error.headers, request.scope, request.app.state.service.metrics)
 
 
-# The request body of a prediction, for OpenAPI.
-IMAGES_BODY: Final[dict[str, Any]] = {
-    "required": True,
-    "description": "The images, in one of three forms.",
-    "content": {
-        "multipart/form-data": {
-            "schema": {
-                "type": "object",
-                "required": ["images"],
-                "properties": {
-                    "images": {
-                        "type": "array",
-                        "minItems": 1,
-                        "items": {"type": "string", "format": "binary"},
-                        "description": "JPEG, PNG, WebP, BMP, GIF (first frame) or TIFF files.",
-                    }
-                },
-            }
-        },
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["images"],
-                "additionalProperties": False,
-                "properties": {
-                    "images": {
-                        "type": "array",
-                        "minItems": 1,
-                        "items": {
-                            "type": "object",
-                            "required": ["b64"],
-                            "additionalProperties": False,
-                            "properties": {
-                                "b64": {
-                                    "type": "string",
-                                    "contentEncoding": "base64",
-                                    "pattern": r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
-                                    "description": "Base64 of an image file, padded, without line breaks.",
-                                }
-                            },
-                        },
-                    }
-                },
-            }
-        },
-        "image/*": {"schema": {"type": "string", "format": "binary"}},
-    },
-}
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 _TITLES: Final = sorted({(status, title) for status, _, title in [*TABLE.values(), INTERNAL]})
 _RETRY_AFTER: Final = {

@@ -175,7 +175,7 @@ def create_app(
 
 def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, host: Host) -> Service:
     """Make the parts of a service, none of which is started; takes the arguments of :func:`create_app`."""
-    keys, metrics = ApiKeys.from_settings(settings), Metrics()
+    keys, metrics = ApiKeys.of(settings), Metrics()
     available = process_memory(settings.workers)
     memory = MemoryBudget(settings.max_buffered_bytes, available, max_pixels=settings.max_pixels)
     log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, metrics)
@@ -188,7 +188,7 @@ def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, h
 
 def check(settings: Settings) -> None:
     """Raise the errors that :func:`create_app` would raise, without building anything."""
-    ApiKeys.from_settings(settings)
+    ApiKeys.of(settings)
     if settings.log is not None:
         open_to_write(settings.log)
     if settings.otel:

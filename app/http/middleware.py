@@ -132,7 +132,7 @@ class ProblemCORS(CORSMiddleware):
         detail = f"{bytes(response.body).decode()}; allow it with the setting cors_origins"
         problem = make_problem((response.status_code, "cors", "Cross-origin request refused"), detail)
         del response.headers["content-length"], response.headers["content-type"]
-        body = problem.document.model_dump_json(exclude_none=True).encode()
+        body = problem.model_dump_json(exclude_none=True).encode()
         return Response(body, response.status_code, dict(response.headers), media_type=MEDIA_TYPE)
 
 
