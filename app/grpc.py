@@ -69,8 +69,7 @@ METHODS: Final[Mapping[str, tuple[Any, Any]]] = {
     for method in _SERVICE.methods
 }
 PREFIX: Final = f"/{_SERVICE.full_name}/"  # the part of a method's HTTP/2 path before its name
-# The maximum number of times that a field occurs in a message, including the messages inside it.
-MAX_OCCURRENCES: Final = 256
+MAX_OCCURRENCES: Final = 256  # the maximum number of times that a field occurs in a message and those inside it
 # The limits of fields that may occur more often: image files, and pixels, which are counted in bytes.
 HIGHER: Final[Mapping[str, int]] = {
     "inference.InferTensorContents.uint_contents": MAX_VALUES,

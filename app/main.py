@@ -120,18 +120,10 @@ def network_threads(settings: Settings, default: int) -> int:
 def create_app(
     settings: Settings, models: Mapping[str, FittedModel] | None = None, *, host: Host | None = None
 ) -> FastAPI:
-    """Build the application.
+    """Build the application, whose lifespan loads the models; ``app.state.service`` is its :class:`Service`.
 
-    Args:
-        settings: All settings.
-        models: Models by name, served instead of the settings' bundles.
-        host: The process that hosts the application; by default one that manages itself.
-
-    Returns:
-        An application whose lifespan loads the models; ``app.state.service`` is its :class:`Service`.
-
-    Raises:
-        UsageError: If the API keys or the prediction log cannot be used, or an extra is not installed.
+    ``models`` are served by name in place of the settings' bundles.  ``host`` is the process; one that manages itself
+    by default.  Raises :class:`UsageError` if API keys or the prediction log cannot be used, or an extra is missing.
     """
     host = host or Host()
     service = make_service(settings, models, host)

@@ -326,13 +326,8 @@ class Registry:
         self._served: dict[str, ServedModel] = {}
         self._reloading = asyncio.Lock()
         self._reload_waits = False
-        self._unloaded: set[str] = set()
+        self.unloaded: set[str] = set()  # the names of the models that were taken out of service
         self._retiring: dict[asyncio.Task[None], ServedModel] = {}
-
-    @property
-    def unloaded(self) -> frozenset[str]:
-        """The names of the models that were taken out of service."""
-        return frozenset(self._unloaded)
 
     @property
     def served(self) -> tuple[ServedModel, ...]:
@@ -348,13 +343,13 @@ class Registry:
             return served
         if name not in self.names:
             raise UnknownModel(f"no model {name!r}; the models are {', '.join(self.names)}")
-        if name in self._unloaded:
+        if name in self.unloaded:
             raise NotReady(f"model {name!r} was unloaded; load it")
         raise NotReady(f"model {name!r} is loading; try again in a few seconds")
 
     def reasons(self) -> dict[str, str]:
         """Return why a model that should be ready is not, by model name; empty if all are ready."""
-        reasons = {name: "loading" for name in self.names if name not in {*self._served, *self._unloaded}}
+        reasons = {name: "loading" for name in self.names if name not in {*self._served, *self.unloaded}}
         for name, served in self._served.items():
             if served.engine.phase is not Phase.READY:
                 reasons[name] = served.engine.phase.value
@@ -376,9 +371,9 @@ class Registry:
 
         Return the name, previous version ("" if it was unloaded) and new version of each.
         """
-        names = [each for each in self.names if each not in self._unloaded] if name is None else [name]
+        names = [each for each in self.names if each not in self.unloaded] if name is None else [name]
         for each in names:
-            if each not in self._unloaded:
+            if each not in self.unloaded:
                 self.get(each)
         if self._reloading.locked():
             raise ReloadRunning("another reload is running; try again when it is done")
@@ -408,7 +403,7 @@ class Registry:
         if self._reloading.locked():
             raise ReloadRunning("a reload is running; try again when it is done")
         del self._served[name]
-        self._unloaded.add(name)
+        self.unloaded.add(name)
         self._metrics.psc_queue_depth.labels(model=name).set(0)
         self._begin_to_retire(old)
 
@@ -457,7 +452,7 @@ class Registry:
     def _swap(self, served: ServedModel) -> None:
         old = self._served.get(served.name)
         self._served[served.name] = served
-        self._unloaded.discard(served.name)
+        self.unloaded.discard(served.name)
         if old is not None:
             self._begin_to_retire(old)
         served.recorder.show()

@@ -184,11 +184,7 @@ def uvicorn_config(settings: Settings, application: Callable[[], FastAPI]) -> uv
 
 
 def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
-    """Serve until told to stop.
-
-    Returns:
-        The exit code, and the reason in one line if it is not 0.
-    """
+    """Serve until told to stop; return the exit code, and the reason in one line if it is not 0."""
     if settings.workers == 1:
         return _serve_alone(settings, listener)
     check(settings)  # Uvicorn would restart a worker that cannot use its settings for ever.

@@ -33,8 +33,7 @@ from app.settings import Settings
 from psc_core.errors import all_faults, hint, shorten
 
 MAX_VALUES: Final = 1 << 22  # the maximum number of values in one document; parsing them takes 0.1 s
-# The maximum number of lists, objects and keys in one document; parsing them takes 0.1 s.
-MAX_CONTAINERS: Final = 1 << 18
+MAX_CONTAINERS: Final = 1 << 18  # the maximum number of lists, objects and keys; parsing them takes as long
 _MOST: Final = {b"[{:": MAX_CONTAINERS, b"[{:,": MAX_VALUES}
 _PIECE: Final = 1 << 18  # the bytes counted at a time; between two pieces, other threads get the interpreter's lock
 
@@ -154,13 +153,11 @@ IMAGES_BODY: Final[dict[str, Any]] = {
         "image/*": {"schema": FILE_SCHEMA},
     },
 }
-# The largest body that is parsed on the event loop, bytes; a larger one would hold it up.
-_INLINE_BYTES: Final = 256 * 1024
+_INLINE_BYTES: Final = 256 * 1024  # the largest body that is parsed on the event loop; a larger one would hold it up
 # The maximum number of parameters of a part's ``Content-Disposition``, or of semicolons in its file name.
 _MAX_PARAMETERS: Final = 16
 _CHARSETS: Final = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})  # the charsets whose texts are UTF-8
-# The encodings of a part that leave its bytes as they are.
-_RAW: Final = frozenset({b"binary", b"8bit", b"7bit", b"identity"})
+_RAW: Final = frozenset({b"binary", b"8bit", b"7bit", b"identity"})  # the encodings that leave bytes as they are
 _FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
 
 

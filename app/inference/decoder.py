@@ -27,8 +27,7 @@ from psc_core.images.decode import open_image
 from psc_core.images.preprocess import Preprocess
 
 _MAX_INLINE_PIXELS: Final = 128 * 128  # the most pixels that are decoded sooner than they are handed to a thread
-# The time that a chunk decodes before others get a turn; requeueing it costs a hundredth of that.
-TURN_SECONDS: Final = 0.002
+TURN_SECONDS: Final = 0.002  # the time after which another chunk gets a turn, which costs a hundredth of that
 
 
 @dataclass(frozen=True, slots=True)
