@@ -32,71 +32,86 @@ if TYPE_CHECKING:
     from app.metrics import Metrics
 
 
+# Maps an error class to (HTTP status, last part of the problem's type, title); the service's own add themselves.
+TABLE: Final[dict[type[PSCError], tuple[int, str, str]]] = {
+    ImageTooLarge: (413, "image-too-large", "Image too large"),
+    UnsupportedImage: (415, "unsupported-image", "Unsupported image format"),
+    UndecodableImage: (422, "undecodable-image", "Image cannot be decoded"),
+    BundleError: (422, "bad-bundle", "The bundle cannot be used"),
+    DeviceError: (503, "device-failed", "The compute device failed"),
+}
+INTERNAL: Final = (500, "internal", "Internal error")
+
+
 class ServiceError(PSCError):
-    """The base of the errors that only the service raises."""
+    """The base of the errors that only the service raises; ``answer`` is the row in :data:`TABLE`."""
+
+    def __init_subclass__(cls, answer: tuple[int, str, str] | None = None) -> None:
+        if answer is not None:
+            TABLE[cls] = answer
 
 
-class MalformedRequest(ServiceError):
+class MalformedRequest(ServiceError, answer=(400, "malformed", "Malformed request")):
     """The body or a query parameter does not follow the interface."""
 
 
-class UnattainableAlpha(ServiceError):
+class UnattainableAlpha(ServiceError, answer=(422, "unattainable-alpha", "Alpha below the smallest p-value")):
     """The alpha is so small that, with so few calibration images, no image could ever be out of distribution."""
 
 
-class UnavailableMap(ServiceError):
+class UnavailableMap(ServiceError, answer=(422, "no-map", "No map available")):
     """A map was asked for from a model that has none."""
 
 
-class Unauthorized(ServiceError):
+class Unauthorized(ServiceError, answer=(401, "unauthorized", "API key missing or unknown")):
     """The request has no API key, or an unknown one."""
 
 
-class Forbidden(ServiceError):
+class Forbidden(ServiceError, answer=(403, "forbidden", "API key not allowed to do this")):
     """The service has no API key that is allowed to do this."""
 
 
-class UnknownModel(ServiceError):
+class UnknownModel(ServiceError, answer=(404, "unknown-model", "No model of this name")):
     """No model of this name is served."""
 
 
-class UnknownImage(ServiceError):
+class UnknownImage(ServiceError, answer=(404, "unknown-image", "No such image in the log")):
     """The prediction log has no row of this image, or has not stored it."""
 
 
-class ImageConflict(ServiceError):
+class ImageConflict(ServiceError, answer=(409, "image-conflict", "The row is of another image")):
     """The digest differs from that of the image in the row."""
 
 
-class UnusableLabel(ServiceError):
+class UnusableLabel(ServiceError, answer=(422, "unusable-label", "Not a label of the model")):
     """The model could not have given this label."""
 
 
-class LogUnavailable(ServiceError):
+class LogUnavailable(ServiceError, answer=(503, "log-unavailable", "The prediction log cannot be used")):
     """The prediction log cannot be read or written."""
 
 
-class SlowUpload(ServiceError):
+class SlowUpload(ServiceError, answer=(408, "slow-upload", "The body arrived too slowly")):
     """The body did not arrive within ``upload_seconds``."""
 
 
-class BodyTooLarge(ServiceError):
+class BodyTooLarge(ServiceError, answer=(413, "body-too-large", "Body too large")):
     """The body has more than ``max_body_bytes``."""
 
 
-class TooManyImages(ServiceError):
+class TooManyImages(ServiceError, answer=(413, "too-many-images", "Too many images")):
     """The request has more than ``max_images_per_request`` images."""
 
 
-class TooManyPixels(ServiceError):
+class TooManyPixels(ServiceError, answer=(413, "too-many-pixels", "Too many pixels")):
     """The images of the request have more than ``max_pixels_per_request`` pixels."""
 
 
-class UnsupportedMedia(ServiceError):
+class UnsupportedMedia(ServiceError, answer=(415, "unsupported-media", "Unsupported content type")):
     """The content type is none of the three accepted forms."""
 
 
-class UnsupportedEncoding(ServiceError):
+class UnsupportedEncoding(ServiceError, answer=(415, "unsupported-encoding", "Unsupported content encoding")):
     """The body, or a part of it, is compressed or encoded."""
 
 
@@ -108,27 +123,27 @@ class Overloaded(ServiceError):
         self.retry_after = retry_after  # the whole seconds after which a retry should find room
 
 
-class QueueFull(Overloaded):
+class QueueFull(Overloaded, answer=(429, "queue-full", "The queue is full")):
     """The model's queue has no room."""
 
 
-class TooManyRequests(Overloaded):
+class TooManyRequests(Overloaded, answer=(429, "too-many-requests", "Too many requests at once")):
     """There are more than ``max_requests`` requests, or their memory is full (:mod:`app.memory`)."""
 
 
-class ReloadRunning(ServiceError):
+class ReloadRunning(ServiceError, answer=(409, "reload-running", "A reload is running")):
     """A reload was asked for while another one is running."""
 
 
-class NotReady(ServiceError):
+class NotReady(ServiceError, answer=(503, "not-ready", "Not ready")):
     """The model is loading, warming up or draining, or its device has failed."""
 
 
-class DeadlineExceeded(ServiceError):
+class DeadlineExceeded(ServiceError, answer=(504, "deadline", "Deadline exceeded")):
     """There was no result within ``deadline_seconds``."""
 
 
-class InferenceFailed(ServiceError):
+class InferenceFailed(ServiceError, answer=(500, "inference-failed", "The network failed on this request")):
     """The network failed on an image that was decoded without error, or gave numbers that are not finite."""
 
     def __init__(self, index: int, reason: str) -> None:
@@ -136,7 +151,7 @@ class InferenceFailed(ServiceError):
         self.index = index
 
 
-class ClientGone(ServiceError):
+class ClientGone(ServiceError, answer=(499, "client-gone", "The client closed the connection")):
     """The client closed its connection before the answer."""
 
 
@@ -149,40 +164,6 @@ class ImageRefused(ServiceError):
         self.index = index
         self.name = name  # the file name that the client gave, if any
         self.cause = cause  # the reason, which decides the HTTP status
-
-
-# Maps an error class to (HTTP status, last part of the problem's type, title).
-TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
-    MalformedRequest: (400, "malformed", "Malformed request"),
-    Unauthorized: (401, "unauthorized", "API key missing or unknown"),
-    Forbidden: (403, "forbidden", "API key not allowed to do this"),
-    UnknownModel: (404, "unknown-model", "No model of this name"),
-    UnknownImage: (404, "unknown-image", "No such image in the log"),
-    SlowUpload: (408, "slow-upload", "The body arrived too slowly"),
-    ReloadRunning: (409, "reload-running", "A reload is running"),
-    ImageConflict: (409, "image-conflict", "The row is of another image"),
-    BodyTooLarge: (413, "body-too-large", "Body too large"),
-    TooManyImages: (413, "too-many-images", "Too many images"),
-    TooManyPixels: (413, "too-many-pixels", "Too many pixels"),
-    ImageTooLarge: (413, "image-too-large", "Image too large"),
-    UnsupportedEncoding: (415, "unsupported-encoding", "Unsupported content encoding"),
-    UnsupportedMedia: (415, "unsupported-media", "Unsupported content type"),
-    UnsupportedImage: (415, "unsupported-image", "Unsupported image format"),
-    UndecodableImage: (422, "undecodable-image", "Image cannot be decoded"),
-    UnattainableAlpha: (422, "unattainable-alpha", "Alpha below the smallest p-value"),
-    UnavailableMap: (422, "no-map", "No map available"),
-    UnusableLabel: (422, "unusable-label", "Not a label of the model"),
-    BundleError: (422, "bad-bundle", "The bundle cannot be used"),
-    QueueFull: (429, "queue-full", "The queue is full"),
-    TooManyRequests: (429, "too-many-requests", "Too many requests at once"),
-    ClientGone: (499, "client-gone", "The client closed the connection"),
-    InferenceFailed: (500, "inference-failed", "The network failed on this request"),
-    NotReady: (503, "not-ready", "Not ready"),
-    LogUnavailable: (503, "log-unavailable", "The prediction log cannot be used"),
-    DeviceError: (503, "device-failed", "The compute device failed"),
-    DeadlineExceeded: (504, "deadline", "Deadline exceeded"),
-}
-INTERNAL: Final = (500, "internal", "Internal error")
 
 
 logger = logging.getLogger("psc.http")
