@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,7 @@ from app.inference.steps import Step, TorchThreads, choose_backend, make_step
 from app.log import LogWriter, ModelLog
 from app.memory import MemoryBudget, limits
 from app.metrics import Metrics, ModelRecorder
-from app.settings import MAX_DECODE_THREADS, Settings
+from app.settings import Settings
 from psc_core.answers import BasePolicy
 from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.maps import map_document
@@ -234,8 +233,7 @@ class ModelStarter:
         self._memory = memory
         self._log = log  # the writer of the prediction log; None if predictions are not logged
         self._threads = TorchThreads(settings.threads or torch.get_num_threads(), settings.threads or 1)
-        self._decode_threads = settings.decode_threads or min(MAX_DECODE_THREADS, len(os.sched_getaffinity(0)))
-        self._pool = ThreadPoolExecutor(self._decode_threads, thread_name_prefix="psc-decode")
+        self._pool = ThreadPoolExecutor(settings.decoders, thread_name_prefix="psc-decode")
 
     async def start(self, name: str, model: FittedModel) -> ServedModel:
         """Build the engine of a model and warm it up."""
@@ -255,15 +253,7 @@ class ModelStarter:
         )
         limit = settings.max_queue_images
         recorder = ModelRecorder(name, model, policy=policy, queue_limit=limit, metrics=self._metrics, drift=drift)
-        decoder = Decoder(
-            self._pool,
-            self._memory,
-            threads=self._decode_threads,
-            preprocess=model.preprocess,
-            max_pixels=settings.max_pixels,
-            max_request_pixels=settings.max_pixels_per_request,
-            inline_bytes=settings.inline_decode_bytes,
-        )
+        decoder = Decoder(self._pool, self._memory, model.preprocess, settings)
         batcher = Batcher(
             max_batch=settings.max_batch_size,
             max_queue_images=limit,

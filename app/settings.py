@@ -10,6 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Container, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
@@ -40,7 +41,7 @@ from psc_core.settings import Backend
 BACKLOG: Final = 2048  # the number of connections that may wait to be accepted
 # The decisions that ``log_images`` may name.
 _DECISIONS: Final = ("abstained", *dict.fromkeys((*REGRESSION_DECISIONS, *CLASSIFICATION_DECISIONS)))
-MAX_DECODE_THREADS: Final = 16  # that decode images where ``decode_threads`` is unset, as its description says
+_MAX_DECODERS: Final = 16  # where ``decode_threads`` is unset, as its description says
 _LOG_FRACTION: Final = 0.2  # the fraction of ``drain_seconds`` that is kept for the prediction log
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ENV_PREFIX: Final = "PSC_"
@@ -291,6 +292,11 @@ class Settings(BaseSettings):
     def answer_seconds(self) -> float:
         """The part of ``drain_seconds`` in which accepted requests are answered; the log is written in the rest."""
         return self.drain_seconds if self.log is None else (1 - _LOG_FRACTION) * self.drain_seconds
+
+    @cached_property
+    def decoders(self) -> int:
+        """The number of threads that decode images; a request is cut into at most as many chunks."""
+        return self.decode_threads or min(_MAX_DECODERS, len(os.sched_getaffinity(0)))
 
     @property
     def named_bundles(self) -> tuple[tuple[str, Path], ...]:
