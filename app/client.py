@@ -223,14 +223,11 @@ class Retry:
 
     def wait_s(self, attempt: int, outcome: httpx.Response | httpx.HTTPError) -> float | None:
         """Return the seconds to wait after attempt number ``attempt`` (from 1), or None if its outcome is the last."""
-        retry_after_s = None
+        retry_after_s, is_retried = None, isinstance(outcome, _NOT_SENT)
         if isinstance(outcome, httpx.Response):
-            if outcome.status_code not in _RETRIED_STATUS:
-                return None
+            is_retried = outcome.status_code in _RETRIED_STATUS
             retry_after_s = retry_after_seconds(outcome.headers.get("retry-after"))
-        elif not isinstance(outcome, _NOT_SENT):
-            return None
-        if attempt >= self.attempts:
+        if not is_retried or attempt >= self.attempts:
             return None
         if retry_after_s is not None:
             return retry_after_s if retry_after_s <= self.max_wait_s else None

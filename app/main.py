@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -133,7 +133,11 @@ def create_app(
         with host.running(service):
             await service.start(wait_until_ready=host.starts_ready or settings.workers > 1)
             try:
-                async with _serving_grpc(app, service):
+                async with AsyncExitStack() as stack:
+                    if settings.grpc_port is not None:
+                        from app.grpc import serving
+
+                        await stack.enter_async_context(serving(app, service))
                     yield
             finally:  # Also if a second Ctrl-C has cancelled this: rows of the log are written, and threads end.
                 await service.close()
@@ -186,19 +190,7 @@ def check(settings: Settings) -> None:
     if settings.otel:
         tracing.check_installed()
     if settings.grpc_port is not None:
-        _check_grpc()
-
-
-def _check_grpc() -> None:
-    needs("grpc_port", "grpc", "google.protobuf", "grpc")
-
-
-def _serving_grpc(app: FastAPI, service: Service) -> AbstractAsyncContextManager[None]:
-    if service.settings.grpc_port is None:
-        return nullcontext()
-    from app.grpc import serving
-
-    return serving(app, service)
+        needs("grpc_port", "grpc", "google.protobuf", "grpc")
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
@@ -210,7 +202,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         app.include_router(feedback.router)
         app.include_router(feedback.review_router)
     if service.settings.grpc_port is not None:
-        _check_grpc()
+        needs("grpc_port", "grpc", "google.protobuf", "grpc")
         from app import grpc
 
         app.include_router(grpc.router)

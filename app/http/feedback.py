@@ -201,9 +201,11 @@ async def images(request: Request) -> ReviewDocument:
     service = service_to("feedback", request)
     query = parse_query(_ReviewQuery, request)
     found, models = await service.search_log(lambda log: to_review(log, query.limit))
-    return ReviewDocument(
-        images=[_image(each) for each in found], models={version: _model(each) for version, each in models.items()}
-    )
+    reviewed = {
+        version: ReviewedModel(task=each.task.name, classes=list(each.classes), target=each.task.number())
+        for version, each in models.items()
+    }
+    return ReviewDocument(images=[_image(each) for each in found], models=reviewed)
 
 
 @review_router.get(
@@ -229,17 +231,6 @@ def _blocks(file: Any) -> Iterator[bytes]:
 def _image(found: Unreviewed) -> ImageToReview:
     row = found.row
     taken = {name: row[name] for name in ImageToReview.model_fields if name in row}
-    return ImageToReview(
-        **{
-            **taken,
-            "file": PurePosixPath(row[IMAGE_PATH]).name,
-            "model": found.model,
-            "policy": json.loads(row["policy"]),
-            "scores": found.scores,
-            "checks": dict(row["checks"] or ()),
-        }
-    )
-
-
-def _model(model: LoggedModel) -> ReviewedModel:
-    return ReviewedModel(task=model.task.name, classes=list(model.classes), target=model.task.number())
+    made = {"file": PurePosixPath(row[IMAGE_PATH]).name, "model": found.model, "scores": found.scores}
+    made |= {"policy": json.loads(row["policy"]), "checks": dict(row["checks"] or ())}
+    return ImageToReview(**(taken | made))

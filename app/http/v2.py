@@ -228,14 +228,6 @@ class InferRequest(RequestModel):
             raise ValueError("name each output once")
         return self
 
-    def binary_outputs(self, available: Sequence[str]) -> dict[str, bool]:
-        """Map each wanted output, or each available one, to whether it is returned as binary data."""
-        default = self.parameters.binary_data_output
-        if not self.outputs:
-            return dict.fromkeys(available, default)
-        given = {output.name: output.parameters.binary_data for output in self.outputs}
-        return {name: default if binary is None else binary for name, binary in given.items()}
-
 
 def _inline(model: type[BaseModel]) -> dict[str, Any]:
     """Return the JSON schema of a model with its references resolved."""
@@ -475,7 +467,11 @@ async def infer_tensors(
         if served is before:  # Or a reload has swapped the model, whose input may have another size now.
             break
     task, classes, checks = served.model.task, served.model.classes, served.model.checks
-    as_binary = wanted.binary_outputs(output_names(served))
+    # Each wanted output, or each that the model returns, and whether as binary data.
+    as_binary = dict.fromkeys(() if wanted.outputs else output_names(served), wanted.parameters.binary_data_output)
+    for asked in wanted.outputs:
+        own = asked.parameters.binary_data
+        as_binary[asked.name] = wanted.parameters.binary_data_output if own is None else own
     unknown = [output for output in as_binary if output not in task.tensors and output != MAP]
     if unknown:
         known = (*task.tensors, *([] if served.model.pipeline.map is None else [MAP]))
@@ -552,12 +548,11 @@ async def unload(request: Request, name: str) -> dict[str, str]:
 
 
 _METADATA_ERRORS: Final = errors(401, 404, 503)
-_INFER_ERRORS: Final = errors(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504)
 _INFER: Final[Mapping[str, Any]] = {
     "response_model": InferResponse,
     "responses": {
         200: {"content": {"application/octet-stream": {"schema": FILE_SCHEMA}}},
-        **_INFER_ERRORS,
+        **errors(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504),
     },
     "openapi_extra": {"requestBody": INFER_BODY, "parameters": INFER_PARAMETERS},
 }

@@ -105,7 +105,7 @@ class Engine:
         ``disconnected`` is called now and then; once it returns True, the client has left, and its images are dropped.
         """
         self._check_warm()
-        size = self._decoder.size_of(len(images))
+        size = len(images) * self._decoder.image_bytes
         self._decoder.memory.take(size)
         try:
             return await self._predict(images, disconnected, mode)
