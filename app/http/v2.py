@@ -548,6 +548,7 @@ async def unload(request: Request, name: str) -> dict[str, str]:
 
 
 _METADATA_ERRORS: Final = errors(401, 404, 503)
+_READINESS: Final = {503: {"model": ModelReadyDocument}, **errors(404)}
 _INFER: Final[Mapping[str, Any]] = {
     "response_model": InferResponse,
     "responses": {
@@ -579,41 +580,26 @@ async def ready(request: Request, response: Response) -> ServerReadyDocument:
     return ServerReadyDocument(live=True, ready=is_ready)
 
 
-@router.get("/models/{name}", response_model=ModelMetadata, responses=_METADATA_ERRORS, summary="Model metadata")
+@router.get("/models/{name}", summary="Model metadata", responses=_METADATA_ERRORS)
 async def model_metadata(request: Request, name: str) -> ModelMetadata:
     """Describe a model's inputs and outputs; a request has one of the two inputs."""
     return metadata_of(find_model(service_to("predict", request), name, None))
 
 
-@router.get(
-    "/models/{name}/versions/{version}",
-    response_model=ModelMetadata,
-    responses=_METADATA_ERRORS,
-    summary="Metadata of a model's version",
-)
+@router.get("/models/{name}/versions/{version}", summary="Metadata of a model's version", responses=_METADATA_ERRORS)
 async def version_metadata(request: Request, name: str, version: str) -> ModelMetadata:
     """Describe a model if this version, the digest of its bundle, is in service."""
     return metadata_of(find_model(service_to("predict", request), name, version))
 
 
-@get_and_head(
-    router,
-    "/models/{name}/ready",
-    response_model=ModelReadyDocument,
-    responses={503: {"model": ModelReadyDocument}, **errors(404)},
-    summary="Model readiness",
-)
+@get_and_head(router, "/models/{name}/ready", summary="Model readiness", responses=_READINESS)
 async def model_ready(request: Request, response: Response, name: str) -> ModelReadyDocument:
     """Answer 200 if the model is ready; else 503."""
     return _readiness(request, response, name, None)
 
 
 @get_and_head(
-    router,
-    "/models/{name}/versions/{version}/ready",
-    response_model=ModelReadyDocument,
-    responses={503: {"model": ModelReadyDocument}, **errors(404)},
-    summary="Readiness of a model's version",
+    router, "/models/{name}/versions/{version}/ready", summary="Readiness of a model's version", responses=_READINESS
 )
 async def version_ready(request: Request, response: Response, name: str, version: str) -> ModelReadyDocument:
     """Answer 200 if this version of the model is ready; else 503."""
