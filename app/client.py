@@ -22,7 +22,6 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, TypedDict, TypeVar, Unpack, get_type_hints
 from urllib.parse import quote
 
@@ -224,14 +223,11 @@ class Retry:
 
     def wait_s(self, attempt: int, outcome: httpx.Response | httpx.HTTPError) -> float | None:
         """Return the seconds to wait after attempt number ``attempt`` (from 1), or None if its outcome is the last."""
-        retry_after_s = None
+        retry_after_s, is_retried = None, isinstance(outcome, _NOT_SENT)
         if isinstance(outcome, httpx.Response):
-            if outcome.status_code not in _RETRIED_STATUS:
-                return None
+            is_retried = outcome.status_code in _RETRIED_STATUS
             retry_after_s = retry_after_seconds(outcome.headers.get("retry-after"))
-        elif not isinstance(outcome, _NOT_SENT):
-            return None
-        if attempt >= self.attempts:
+        if not is_retried or attempt >= self.attempts:
             return None
         if retry_after_s is not None:
             return retry_after_s if retry_after_s <= self.max_wait_s else None
@@ -269,11 +265,7 @@ class _Requests:
         }
 
     def _next(self, attempt: int, outcome: httpx.Response | httpx.HTTPError) -> httpx.Response | float:
-        """Return the answer, or the seconds to wait before the request is sent again.
-
-        Raises:
-            ConnectionFailed: If there was no response, and no attempt is left.
-        """
+        """Return the answer, or the seconds to wait before the request is sent again; raise if no attempt is left."""
         wait_s = self._retry.wait_s(attempt, outcome)
         if wait_s is not None:
             return wait_s
@@ -298,13 +290,11 @@ def _predict_request(
         raise InputError("expected a list of images, got one image; put it into a list")
     if not images:
         raise InputError("expected at least one image, got none")
-    flags = {"explain": "true" if explain else None, "map": "true" if map else None}
-    flags["monitor"] = None if monitor else "false"
-    query = {name: str(value) for name, value in {**thresholds, **flags}.items() if value is not None}
-    path = "predict" if model is None else f"models/{quote(model, safe='')}/predict"
-    return client.build_request(
-        "POST", path, params=query, files=[_part(image, index) for index, image in enumerate(images)]
-    )
+    flags = {"explain": explain or None, "map": map or None, "monitor": None if monitor else False}
+    query = {name: value for name, value in {**thresholds, **flags}.items() if value is not None}
+    path = "predict" if model is None else f"{_model_path(model)}/predict"
+    files = [_part(image, index) for index, image in enumerate(images)]
+    return client.build_request("POST", path, params=query, files=files)
 
 
 def _model_path(name: str | None) -> str:
@@ -325,12 +315,18 @@ def _part(image: ImageInput, index: int) -> tuple[str, tuple[str, bytes, str]]:
     return ("images", (name, data, "application/octet-stream"))
 
 
-def _problem(response: httpx.Response) -> ProblemError:
+def _json(response: httpx.Response) -> dict[str, Any] | None:
+    """Return the JSON object of a response; None if it has none."""
     try:
         document = response.json()
     except (ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _problem(response: httpx.Response) -> ProblemError:
+    document = _json(response)
+    if document is None:
         document = {"detail": response.text[:200]}
     status = response.status_code
     kinds = {401: NotAllowed, 403: NotAllowed, 429: Overloaded, 503: Unavailable, 504: Unavailable}
@@ -341,11 +337,8 @@ def _problem(response: httpx.Response) -> ProblemError:
 def _document(response: httpx.Response) -> dict[str, Any]:
     if not response.is_success:
         raise _problem(response)
-    try:
-        document = response.json()
-    except (ValueError, RecursionError) as error:
-        raise BadAnswer(f"expected JSON from {response.url}, got something else; check the URL") from error
-    if not isinstance(document, dict):
+    document = _json(response)
+    if document is None:
         raise BadAnswer(f"expected a JSON object from {response.url}, got something else; check the URL")
     return document
 
@@ -391,9 +384,7 @@ class Client(_Requests):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -475,9 +466,7 @@ class AsyncClient(_Requests):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

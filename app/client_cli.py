@@ -39,13 +39,7 @@ def main(
     environment: Mapping[str, str] | None = None,
     transport: httpx.BaseTransport | None = None,
 ) -> int:
-    """Run the command and return its exit code.
-
-    Args:
-        arguments: The command line's arguments; by default those of this process.
-        environment: The environment variables; by default those of this process.
-        transport: Replaces the network in tests.
-    """
+    """Run the command and return its exit code; arguments and environment are by default those of this process."""
     environment = os.environ if environment is None else environment
     options = parser(environment).parse_args(arguments)
     print_any_text()
@@ -77,36 +71,23 @@ def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentPar
     cli.add_argument("--version", action="version", version=f"psc {__version__}")
     cli.add_argument("images", nargs="+", metavar="IMAGE", help="image file: JPEG, PNG, WebP, BMP, GIF, TIFF")
     cli.add_argument("-r", "--recursive", action="store_true", help="ask about all images below a folder")
-    cli.add_argument(
-        "--url",
-        default=(environment or {}).get(URL_VARIABLE, DEFAULT_URL),
-        help=f"URL of the service (default: {URL_VARIABLE}, else {DEFAULT_URL})",
-    )
+    text = f"URL of the service (default: {URL_VARIABLE}, else {DEFAULT_URL})"
+    cli.add_argument("--url", default=(environment or {}).get(URL_VARIABLE, DEFAULT_URL), help=text)
     cli.add_argument("--model", metavar="NAME", help="name of the model (default: the service's default model)")
     text = "folder for a grey PNG of each image, NUMBER-FILE.png, brighter where it is more unusual"
     cli.add_argument("--maps", type=Path, metavar="DIR", help=text)
     text = "keep the images out of the service's drift monitor and metrics, for example in a test"
     cli.add_argument("--no-monitor", action="store_true", help=text)
     cli.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
-    cli.add_argument(
-        "--batch-size", type=positive, default=32, metavar="N", help="number of images per request (default: 32)"
-    )
-    cli.add_argument(
-        "--timeout",
-        type=positive_number,
-        default=60.0,
-        metavar="SECONDS",
-        help="longest time to wait for an answer (default: 60)",
-    )
+    text = "number of images per request (default: 32)"
+    cli.add_argument("--batch-size", type=positive, default=32, metavar="N", help=text)
+    text = "longest time to wait for an answer (default: 60)"
+    cli.add_argument("--timeout", type=positive_number, default=60.0, metavar="SECONDS", help=text)
     return cli
 
 
 def predict(client: Client, options: argparse.Namespace) -> int:
-    """Print a line for each image, and return how many could not be answered.
-
-    Raises:
-        ClientError: If no image can be answered: the service cannot be reached, refuses the key, or failed.
-    """
+    """Print a line for each image, and return how many could not be answered; an error that concerns all is raised."""
     rows: list[tuple[str, Mapping[str, str] | ClientError]] = []
     failed = 0
     try:
@@ -126,11 +107,7 @@ def predict(client: Client, options: argparse.Namespace) -> int:
 
 
 def files(names: Sequence[str], recursive: bool) -> Iterator[str]:
-    """Yield the named images; with ``recursive``, the images below a folder in place of it.
-
-    Raises:
-        InputError: If a folder has no image.
-    """
+    """Yield the named images; with ``recursive``, the images below a folder, at least one, in place of it."""
     for name in names:
         if not (recursive and Path(name).is_dir()):
             yield name
@@ -171,8 +148,7 @@ def _batch(ask: Callable[[Sequence[str]], Response], images: Sequence[str]) -> l
 def _without_fault(images: Sequence[str], error: ClientError) -> list[Sequence[str] | ClientError]:
     """Return the images to send again after an error, with the error in place of the image at fault.
 
-    Raises:
-        ClientError: If the error concerns every image.
+    An error that concerns every image is raised.
     """
     at = error.index
     if at is not None and at < len(images):
@@ -194,11 +170,6 @@ Outcome = Answered | ClientError
 
 
 def _write_map(outcome: Answered, file: Path) -> None:
-    """Write the map of an explanation.
-
-    Raises:
-        InputError: If the file cannot be written.
-    """
     prediction: Any = outcome.prediction  # The predictions of every task have an explanation, but their base does not.
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

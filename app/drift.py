@@ -24,8 +24,7 @@ from psc_core.conformal import ood_rank
 
 # The ε of the power bets: small values find a few very unusual images, large ones a mild shift of many.
 EXPONENTS: Final = (0.1, 0.25, 0.5, 0.75, 0.9)
-# c: with a larger value, bets begin later, so that late drift is found sooner and early drift later.
-_ONSET: Final = 10.0
+_ONSET: Final = 10.0  # c: with a larger value, bets begin later: late drift is found sooner, early drift later
 QUIET: Final = 0.05  # the probability below which a trial is too unusual to end an episode
 _BLOCK: Final = 128
 _EPSILONS: Final = np.array(EXPONENTS)[:, None]
@@ -66,11 +65,7 @@ class DriftMonitor:
         self._begin_run()
 
     def update(self, p_values: npt.ArrayLike) -> int:
-        """Process served p-values in the order of their images.
-
-        Returns:
-            The number of alarms that these images raised.
-        """
+        """Process served p-values in the order of their images; return the number of alarms that they raised."""
         values = np.asarray(p_values, np.float64)
         wrong = np.flatnonzero(~((values > 0.0) & (values <= 1.0)))
         good = values[: wrong[0]] if wrong.size else values
@@ -78,8 +73,7 @@ class DriftMonitor:
         cells = cells.clip(0, self.calibration_count)
         before = self._alarms
         while cells.size:
-            taken = self._take(cells[:_BLOCK])
-            cells = cells[taken:]
+            cells = cells[self._take(cells[:_BLOCK]) :]
         if wrong.size:
             raise ValueError(f"expected a p-value in (0, 1], got {values[wrong[0]]}; pass served p-values only")
         return self._alarms - before

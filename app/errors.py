@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
@@ -33,71 +32,86 @@ if TYPE_CHECKING:
     from app.metrics import Metrics
 
 
+# Maps an error class to (HTTP status, last part of the problem's type, title); the service's own add themselves.
+TABLE: Final[dict[type[PSCError], tuple[int, str, str]]] = {
+    ImageTooLarge: (413, "image-too-large", "Image too large"),
+    UnsupportedImage: (415, "unsupported-image", "Unsupported image format"),
+    UndecodableImage: (422, "undecodable-image", "Image cannot be decoded"),
+    BundleError: (422, "bad-bundle", "The bundle cannot be used"),
+    DeviceError: (503, "device-failed", "The compute device failed"),
+}
+INTERNAL: Final = (500, "internal", "Internal error")
+
+
 class ServiceError(PSCError):
-    """The base of the errors that only the service raises."""
+    """The base of the errors that only the service raises; ``answer`` is the row in :data:`TABLE`."""
+
+    def __init_subclass__(cls, answer: tuple[int, str, str] | None = None) -> None:
+        if answer is not None:
+            TABLE[cls] = answer
 
 
-class MalformedRequest(ServiceError):
+class MalformedRequest(ServiceError, answer=(400, "malformed", "Malformed request")):
     """The body or a query parameter does not follow the interface."""
 
 
-class UnattainableAlpha(ServiceError):
+class UnattainableAlpha(ServiceError, answer=(422, "unattainable-alpha", "Alpha below the smallest p-value")):
     """The alpha is so small that, with so few calibration images, no image could ever be out of distribution."""
 
 
-class UnavailableMap(ServiceError):
+class UnavailableMap(ServiceError, answer=(422, "no-map", "No map available")):
     """A map was asked for from a model that has none."""
 
 
-class Unauthorized(ServiceError):
+class Unauthorized(ServiceError, answer=(401, "unauthorized", "API key missing or unknown")):
     """The request has no API key, or an unknown one."""
 
 
-class Forbidden(ServiceError):
+class Forbidden(ServiceError, answer=(403, "forbidden", "API key not allowed to do this")):
     """The service has no API key that is allowed to do this."""
 
 
-class UnknownModel(ServiceError):
+class UnknownModel(ServiceError, answer=(404, "unknown-model", "No model of this name")):
     """No model of this name is served."""
 
 
-class UnknownImage(ServiceError):
+class UnknownImage(ServiceError, answer=(404, "unknown-image", "No such image in the log")):
     """The prediction log has no row of this image, or has not stored it."""
 
 
-class ImageConflict(ServiceError):
+class ImageConflict(ServiceError, answer=(409, "image-conflict", "The row is of another image")):
     """The digest differs from that of the image in the row."""
 
 
-class UnusableLabel(ServiceError):
+class UnusableLabel(ServiceError, answer=(422, "unusable-label", "Not a label of the model")):
     """The model could not have given this label."""
 
 
-class LogUnavailable(ServiceError):
+class LogUnavailable(ServiceError, answer=(503, "log-unavailable", "The prediction log cannot be used")):
     """The prediction log cannot be read or written."""
 
 
-class SlowUpload(ServiceError):
+class SlowUpload(ServiceError, answer=(408, "slow-upload", "The body arrived too slowly")):
     """The body did not arrive within ``upload_seconds``."""
 
 
-class BodyTooLarge(ServiceError):
+class BodyTooLarge(ServiceError, answer=(413, "body-too-large", "Body too large")):
     """The body has more than ``max_body_bytes``."""
 
 
-class TooManyImages(ServiceError):
+class TooManyImages(ServiceError, answer=(413, "too-many-images", "Too many images")):
     """The request has more than ``max_images_per_request`` images."""
 
 
-class TooManyPixels(ServiceError):
+class TooManyPixels(ServiceError, answer=(413, "too-many-pixels", "Too many pixels")):
     """The images of the request have more than ``max_pixels_per_request`` pixels."""
 
 
-class UnsupportedMedia(ServiceError):
+class UnsupportedMedia(ServiceError, answer=(415, "unsupported-media", "Unsupported content type")):
     """The content type is none of the three accepted forms."""
 
 
-class UnsupportedEncoding(ServiceError):
+class UnsupportedEncoding(ServiceError, answer=(415, "unsupported-encoding", "Unsupported content encoding")):
     """The body, or a part of it, is compressed or encoded."""
 
 
@@ -109,27 +123,27 @@ class Overloaded(ServiceError):
         self.retry_after = retry_after  # the whole seconds after which a retry should find room
 
 
-class QueueFull(Overloaded):
+class QueueFull(Overloaded, answer=(429, "queue-full", "The queue is full")):
     """The model's queue has no room."""
 
 
-class TooManyRequests(Overloaded):
+class TooManyRequests(Overloaded, answer=(429, "too-many-requests", "Too many requests at once")):
     """There are more than ``max_requests`` requests, or their memory is full (:mod:`app.memory`)."""
 
 
-class ReloadRunning(ServiceError):
+class ReloadRunning(ServiceError, answer=(409, "reload-running", "A reload is running")):
     """A reload was asked for while another one is running."""
 
 
-class NotReady(ServiceError):
+class NotReady(ServiceError, answer=(503, "not-ready", "Not ready")):
     """The model is loading, warming up or draining, or its device has failed."""
 
 
-class DeadlineExceeded(ServiceError):
+class DeadlineExceeded(ServiceError, answer=(504, "deadline", "Deadline exceeded")):
     """There was no result within ``deadline_seconds``."""
 
 
-class InferenceFailed(ServiceError):
+class InferenceFailed(ServiceError, answer=(500, "inference-failed", "The network failed on this request")):
     """The network failed on an image that was decoded without error, or gave numbers that are not finite."""
 
     def __init__(self, index: int, reason: str) -> None:
@@ -137,7 +151,7 @@ class InferenceFailed(ServiceError):
         self.index = index
 
 
-class ClientGone(ServiceError):
+class ClientGone(ServiceError, answer=(499, "client-gone", "The client closed the connection")):
     """The client closed its connection before the answer."""
 
 
@@ -150,40 +164,6 @@ class ImageRefused(ServiceError):
         self.index = index
         self.name = name  # the file name that the client gave, if any
         self.cause = cause  # the reason, which decides the HTTP status
-
-
-# Maps an error class to (HTTP status, last part of the problem's type, title).
-TABLE: Final[Mapping[type[PSCError], tuple[int, str, str]]] = {
-    MalformedRequest: (400, "malformed", "Malformed request"),
-    Unauthorized: (401, "unauthorized", "API key missing or unknown"),
-    Forbidden: (403, "forbidden", "API key not allowed to do this"),
-    UnknownModel: (404, "unknown-model", "No model of this name"),
-    UnknownImage: (404, "unknown-image", "No such image in the log"),
-    SlowUpload: (408, "slow-upload", "The body arrived too slowly"),
-    ReloadRunning: (409, "reload-running", "A reload is running"),
-    ImageConflict: (409, "image-conflict", "The row is of another image"),
-    BodyTooLarge: (413, "body-too-large", "Body too large"),
-    TooManyImages: (413, "too-many-images", "Too many images"),
-    TooManyPixels: (413, "too-many-pixels", "Too many pixels"),
-    ImageTooLarge: (413, "image-too-large", "Image too large"),
-    UnsupportedEncoding: (415, "unsupported-encoding", "Unsupported content encoding"),
-    UnsupportedMedia: (415, "unsupported-media", "Unsupported content type"),
-    UnsupportedImage: (415, "unsupported-image", "Unsupported image format"),
-    UndecodableImage: (422, "undecodable-image", "Image cannot be decoded"),
-    UnattainableAlpha: (422, "unattainable-alpha", "Alpha below the smallest p-value"),
-    UnavailableMap: (422, "no-map", "No map available"),
-    UnusableLabel: (422, "unusable-label", "Not a label of the model"),
-    BundleError: (422, "bad-bundle", "The bundle cannot be used"),
-    QueueFull: (429, "queue-full", "The queue is full"),
-    TooManyRequests: (429, "too-many-requests", "Too many requests at once"),
-    ClientGone: (499, "client-gone", "The client closed the connection"),
-    InferenceFailed: (500, "inference-failed", "The network failed on this request"),
-    NotReady: (503, "not-ready", "Not ready"),
-    LogUnavailable: (503, "log-unavailable", "The prediction log cannot be used"),
-    DeviceError: (503, "device-failed", "The compute device failed"),
-    DeadlineExceeded: (504, "deadline", "Deadline exceeded"),
-}
-INTERNAL: Final = (500, "internal", "Internal error")
 
 
 logger = logging.getLogger("psc.http")
@@ -203,33 +183,20 @@ class ProblemDocument(BaseModel):
     retry_after_seconds: int | None = Field(default=None, ge=1)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """An RFC 9457 problem: its document, and the headers of its response other than the content type."""
-
-    document: ProblemDocument
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def slug(self) -> str:
-        """The last part of the problem's type, which is the label ``reason`` of ``psc_rejected_total``."""
-        return self.document.type.removeprefix(TYPE_PREFIX)
-
-
 # Maps the HTTP status of a request that matches no route to (last part of the problem's type, title).
 ROUTING: Final = {404: ("not-found", "No such resource"), 405: ("method-not-allowed", "Method not allowed")}
 MAX_DETAIL: Final = 1000
 TYPE_PREFIX: Final = "urn:psc:problem:"
 
 
-def problem_of(error: BaseException) -> Problem:
-    """Return the problem that describes ``error``; an error outside :data:`TABLE` becomes an opaque internal error."""
+def problem_of(error: BaseException) -> tuple[ProblemDocument, dict[str, str]]:
+    """Return the problem that describes an error, opaque if it is not in :data:`TABLE`, and the answer's headers."""
     cause: BaseException = error.cause if isinstance(error, ImageRefused) else error
     row = next((TABLE[base] for base in type(cause).__mro__ if base in TABLE), None)
-    if row is None:
-        return make_problem(INTERNAL, "an internal error was logged under this request's id; report it with the id")
     headers: dict[str, str] = {}
     members: dict[str, Any] = {}
+    if row is None:
+        row, error = INTERNAL, PSCError("an internal error was logged under this request's id; report it with the id")
     if isinstance(error, ImageRefused):
         members = {"index": error.index, "filename": error.name and shorten(error.name, MAX_DETAIL)}
     if isinstance(error, InferenceFailed):
@@ -243,95 +210,45 @@ def problem_of(error: BaseException) -> Problem:
         headers["accept-encoding"] = "identity"
     if isinstance(cause, (BodyTooLarge, SlowUpload)):
         headers["connection"] = "close"
-    return make_problem(row, str(error), headers, **members)
+    return make_problem(row, str(error), **members), headers
 
 
-def make_problem(
-    row: tuple[int, str, str], detail: str, headers: Mapping[str, str] | None = None, **members: Any
-) -> Problem:
+def make_problem(row: tuple[int, str, str], detail: str, **members: Any) -> ProblemDocument:
     """Return the problem of a row of :data:`TABLE`, with a detail that is not too long."""
     status, slug, title = row
     detail = shorten(detail, MAX_DETAIL)
-    document = ProblemDocument(type=TYPE_PREFIX + slug, title=title, status=status, detail=detail, **members)
-    return Problem(document, headers or {})
+    return ProblemDocument(type=TYPE_PREFIX + slug, title=title, status=status, detail=detail, **members)
 
 
 def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response:
     """Return the response for an error; count it, and log it if the operator should know."""
-    problem = problem_of(error)
-    if problem.document.status >= 500:
-        crashed = problem.document.status == 500
+    problem, headers = problem_of(error)
+    if problem.status >= 500:
+        crashed = problem.status == 500
         logger.log(logging.ERROR if crashed else logging.WARNING, "%s", error, exc_info=error if crashed else None)
-    return problem_response(problem, scope, metrics)
+    return problem_response(problem, headers, scope, metrics)
 
 
-def problem_response(problem: Problem, scope: Scope, metrics: Metrics) -> Response:
+def problem_response(
+    problem: ProblemDocument, headers: Mapping[str, str] | None, scope: Scope, metrics: Metrics
+) -> Response:
     """Count a problem and return the response for it."""
-    metrics.psc_rejected_total.labels(reason=problem.slug).inc()
-    document = problem.document
+    metrics.psc_rejected_total.labels(reason=problem.type.removeprefix(TYPE_PREFIX)).inc()
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     if path == "/v2" or path.startswith("/v2/"):
-        body, media_type = orjson.dumps({"error": document.detail}), "application/json"
+        body, media_type = orjson.dumps({"error": problem.detail}), "application/json"
     else:
-        body, media_type = document.model_dump_json(exclude_none=True).encode(), MEDIA_TYPE
-    return Response(body, document.status, dict(problem.headers), media_type=media_type)
+        body, media_type = problem.model_dump_json(exclude_none=True).encode(), MEDIA_TYPE
+    return Response(body, problem.status, headers, media_type=media_type)
 
 
 async def on_http_exception(request: Request, error: Any) -> Response:
     """Answer a request whose path or method has no route; other errors reach :mod:`app.http.middleware`."""
     slug, title = ROUTING.get(error.status_code, (f"http-{error.status_code}", "Request refused"))
-    problem = make_problem((error.status_code, slug, title), str(error.detail), error.headers)
-    return problem_response(problem, request.scope, request.app.state.service.metrics)
+    problem = make_problem((error.status_code, slug, title), str(error.detail))
+    return problem_response(problem, error.headers, request.scope, request.app.state.service.metrics)
 
 
-# The request body of a prediction, for OpenAPI.
-IMAGES_BODY: Final[dict[str, Any]] = {
-    "required": True,
-    "description": "The images, in one of three forms.",
-    "content": {
-        "multipart/form-data": {
-            "schema": {
-                "type": "object",
-                "required": ["images"],
-                "properties": {
-                    "images": {
-                        "type": "array",
-                        "minItems": 1,
-                        "items": {"type": "string", "format": "binary"},
-                        "description": "JPEG, PNG, WebP, BMP, GIF (first frame) or TIFF files.",
-                    }
-                },
-            }
-        },
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["images"],
-                "additionalProperties": False,
-                "properties": {
-                    "images": {
-                        "type": "array",
-                        "minItems": 1,
-                        "items": {
-                            "type": "object",
-                            "required": ["b64"],
-                            "additionalProperties": False,
-                            "properties": {
-                                "b64": {
-                                    "type": "string",
-                                    "contentEncoding": "base64",
-                                    "pattern": r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
-                                    "description": "Base64 of an image file, padded, without line breaks.",
-                                }
-                            },
-                        },
-                    }
-                },
-            }
-        },
-        "image/*": {"schema": {"type": "string", "format": "binary"}},
-    },
-}
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 _TITLES: Final = sorted({(status, title) for status, _, title in [*TABLE.values(), INTERNAL]})
 _RETRY_AFTER: Final = {

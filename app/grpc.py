@@ -34,7 +34,7 @@ from app.errors import BodyTooLarge, MalformedRequest, TooManyRequests
 from app.http import v2
 from app.http.body import MAX_VALUES, parse, read_body
 from app.http.v2 import InferRequest, find_model, infer_tensors, request_of, to_binary
-from app.service import Service, service_of, service_to_predict
+from app.service import Service, service_of, service_to
 from psc_core.errors import UsageError
 from psc_core.network.onnx_check import GROUPS, LENGTH, fields
 
@@ -69,8 +69,7 @@ METHODS: Final[Mapping[str, tuple[Any, Any]]] = {
     for method in _SERVICE.methods
 }
 PREFIX: Final = f"/{_SERVICE.full_name}/"  # the part of a method's HTTP/2 path before its name
-# The maximum number of times that a field occurs in a message, including the messages inside it.
-MAX_OCCURRENCES: Final = 256
+MAX_OCCURRENCES: Final = 256  # the maximum number of times that a field occurs in a message and those inside it
 # The limits of fields that may occur more often: image files, and pixels, which are counted in bytes.
 HIGHER: Final[Mapping[str, int]] = {
     "inference.InferTensorContents.uint_contents": MAX_VALUES,
@@ -81,17 +80,13 @@ MAX_UNPACKED: Final = 1 << 14
 _NEVER_PACKED: Final = (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
-def check_counts(body: bytes, message_type: Any) -> None:
-    """Refuse a serialized message in which a field occurs too often, before it is parsed to objects.
+def check_counts(body: memoryview, message: Any, seen: Counter[str]) -> None:
+    """Refuse a serialized message, described so, in which a field occurs too often, before it is parsed to objects.
 
     The cost of a message lies in its fields, not its bytes: an empty output is two bytes, and ten million of them take
     20 GB as objects, parsed with the interpreter's lock held.  So the wire format is walked, by the descriptors, up to
     the first field that occurs too often.  Truncated or malformed messages are left to the parser.
     """
-    _count(memoryview(body), message_type.DESCRIPTOR, Counter())
-
-
-def _count(body: memoryview, message: Any, seen: Counter[str]) -> None:
     for number, wire_type, content in fields(body):
         if wire_type in GROUPS:
             raise MalformedRequest("expected a message without groups, which proto3 does not have; leave them out")
@@ -107,7 +102,7 @@ def _count(body: memoryview, message: Any, seen: Counter[str]) -> None:
                 "send fewer, and pixels as raw_input_contents"
             )
         if field is not None and field.type == FieldDescriptor.TYPE_MESSAGE and wire_type == LENGTH:
-            _count(content, field.message_type, seen)
+            check_counts(content, field.message_type, seen)
 
 
 _PUBLIC: Final = frozenset({"ServerLive", "ServerReady", "ModelReady", "ServerMetadata"})  # need no key, as in REST
@@ -120,7 +115,7 @@ _SMALL_BYTES: Final = 64 * 1024  # the maximum size of such a message
 def parse_message(body: bytes, method: str) -> Any:
     """Parse the request message of a method."""
     message_type = METHODS[method][0]
-    check_counts(body, message_type)
+    check_counts(memoryview(body), message_type.DESCRIPTOR, Counter())
     try:
         return message_type.FromString(body)
     except DecodeError as error:
@@ -128,17 +123,18 @@ def parse_message(body: bytes, method: str) -> Any:
 
 
 async def _infer(request: Request) -> Response:
-    service = service_to_predict(request)
+    service = service_to("predict", request)
     body = await read_body(request, service.settings.upload_seconds)
     message = await parse(service.parser, body, parse_message, body, "ModelInfer")
     name, version = message.model_name, message.model_version or None
     find_model(service, name, version).engine.check_room()
     wanted, binary = await parse(service.parser, body, tensor_of, message)
-    answer = await infer_tensors(service, name, version, wanted, binary, body=body, receive=request.receive)
-    model = answer.served
-    response = METHODS["ModelInfer"][1](model_name=model.name, model_version=model.model.version, id=message.id)
-    response.parameters["alpha"].double_param = answer.alpha
-    for tensor in answer.tensors:
+    served, alpha, tensors = await infer_tensors(
+        service, name, version, wanted, binary, body=body, receive=request.receive
+    )
+    response = METHODS["ModelInfer"][1](model_name=served.name, model_version=served.model.version, id=message.id)
+    response.parameters["alpha"].double_param = alpha
+    for tensor in tensors:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         response.raw_output_contents.append(to_binary(tensor))
     return Response(response.SerializeToString())
@@ -201,9 +197,9 @@ async def _answer(request: Request) -> Response:
     """Answer any method but ``ModelInfer``; keys are checked before the message is read."""
     method = request.scope["path"].removeprefix(PREFIX)
     if method in _ADMIN:
-        service_of(request).keys.check_admin(request.headers)
+        service_to("admin", request)
     elif method not in _PUBLIC:
-        service_to_predict(request)
+        service_to("predict", request)
     message = METHODS[method][0]()
     if message.DESCRIPTOR.fields:  # A message without fields says nothing, and need not be waited for.
         body = await read_body(request, min(SMALL_SECONDS, service_of(request).settings.upload_seconds))

@@ -52,8 +52,7 @@ def address_of(host: str, port: int | str, *, tls: bool) -> str:
 def leave_address(address: str) -> Iterator[bool]:
     """Leave a service's address where the check finds it, and take it away at the end.
 
-    Yields:
-        Whether there was a place for it; a container may have a read-only file system.
+    Whether there was a place for it is yielded; a container may have a read-only file system.
     """
     content, left = json.dumps({"address": address, "pid": os.getpid()}), []
     for file in _files():

@@ -124,19 +124,10 @@ _FILLED: Final[tuple[str, ...]] = (
 ROW_BYTES: Final = 512  # an estimate of a row's size in memory without its outputs, bytes
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A model whose predictions are logged: its name in the service, its description in the log, and its sampling."""
-
-    name: str
-    model: LoggedModel
-    sampling: Sampling
-
-
 class Waiting(NamedTuple):
     """The images of one request, as the event loop hands them over."""
 
-    source: Source
+    source: ModelLog
     time_us: int  # Microseconds since 1970, UTC.
     request_id: str
     images: Sequence[EncodedImage] | Images
@@ -170,7 +161,7 @@ class ImageToStore(NamedTuple):
 class OpenRows:
     """The rows of one model and day that are not written yet."""
 
-    source: Source
+    source: ModelLog
     day: str
     size: int = 0  # An estimate of their size in memory, bytes.
     _cells: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in _FILLED})
@@ -256,6 +247,7 @@ def _offsets(values: FloatArray) -> Any:
 _TURN_SECONDS: Final = 0.25  # the longest time before the thread looks at the waiting predictions again, seconds
 _MAX_ROWS: Final = 50_000  # the number of open rows of a model at which they are written to a file
 _QUIET_SECONDS: Final = 60.0  # the shortest time between two log lines about failed writes, seconds
+_MAX_SEARCH_SECONDS: Final = 5.0
 Item = TypeVar("Item")
 
 
@@ -268,14 +260,17 @@ class LogWriter:
     def __init__(self, log: Log, settings: Settings, metrics: Metrics) -> None:
         self.log = log
         self.unreviewed = UnreviewedImages(log)
+        # The longest time that a search of the log waits for this writer, and then takes, seconds; a third of the
+        # deadline is left for reading the models.
+        self.search_seconds = min(_MAX_SEARCH_SECONDS, settings.deadline_seconds / 3)
         self._settings = settings  # the settings, of which those named ``log_…`` matter
         self._metrics = metrics
         self._waiting: deque[Waiting] = deque()
-        self._open: dict[tuple[Source, str], OpenRows] = {}
+        self._open: dict[tuple[ModelLog, str], OpenRows] = {}
         # Held bytes are the difference of two counters, each of which only one thread changes: they need no lock.
         self._taken = 0
         self._given = 0
-        self._known = WeakSet[Source]()  # Weak, or it would keep the description of each model that was replaced.
+        self._known = WeakSet[ModelLog]()  # Weak, or it would keep the description of each model that was replaced.
         self._wake = threading.Event()
         self._flushes: deque[threading.Event] = deque()
         self._closing = self._is_given_up = False
@@ -295,13 +290,13 @@ class LogWriter:
             self._metrics.psc_log_rows_total.labels(model=name, result=result)
             self._metrics.psc_log_images_total.labels(model=name, result=result)
         logged = LoggedModel(model.version, model.task, tuple(model.classes))
-        return ModelLog(self, Source(name, logged, Sampling.of(self._settings, model.task)))
+        return ModelLog(self, name, logged, Sampling.of(self._settings, model.task))
 
     def add(self, waiting: Waiting) -> None:
         """Log the images of one request, or drop them if they do not fit in ``log_buffer_bytes``."""
         held = self._taken - self._given
         if held + waiting.size > self._settings.log_buffer_bytes or not self._thread.is_alive():
-            self._count_dropped(waiting)
+            self._count_rows(waiting.source, "dropped", len(waiting.drawn()))
             return
         self._taken += waiting.size
         self._waiting.append(waiting)
@@ -335,7 +330,7 @@ class LogWriter:
             self._is_given_up = True
             logger.error("the prediction log was not written within drain_seconds; its last rows are lost")
             for waiting in _taken(self._waiting):
-                self._count_dropped(waiting)
+                self._count_rows(waiting.source, "dropped", len(waiting.drawn()))
             for key in list(self._open):
                 self._end_rows(key, "dropped")
 
@@ -380,11 +375,12 @@ class LogWriter:
                     is_stored = self._put(image.path, image.data, synced=False)
                     if is_stored:
                         rows.stored(image)
-                    self._count("images", source, "written" if is_stored else "dropped", 1)
+                    result = "written" if is_stored else "dropped"
+                    self._metrics.psc_log_images_total.labels(model=source.name, result=result).inc()
         finally:
             self._given += waiting.size - kept
 
-    def _write_rows(self, key: tuple[Source, str]) -> None:
+    def _write_rows(self, key: tuple[ModelLog, str]) -> None:
         rows = self._open.get(key)
         if rows is None:
             return
@@ -396,13 +392,13 @@ class LogWriter:
             self._given += rows.size
             self._end_rows(key, result)
 
-    def _end_rows(self, key: tuple[Source, str], result: str) -> None:
+    def _end_rows(self, key: tuple[ModelLog, str], result: str) -> None:
         """Count open rows once: :meth:`close` may give up on rows while the thread still writes them."""
         rows = self._open.pop(key, None)
         if rows is not None:
-            self._count("rows", rows.source, result, len(rows))
+            self._count_rows(rows.source, result, len(rows))
 
-    def _put_model(self, source: Source) -> bool:
+    def _put_model(self, source: ModelLog) -> bool:
         if source not in self._known and self._put(model_path(source.model.version), source.model.to_json()):
             self._known.add(source)
         return source in self._known
@@ -413,29 +409,24 @@ class LogWriter:
         try:
             self.log.put(name, data, synced=synced)
         except OSError as error:
-            self._warn(error)
+            if time.monotonic() >= self._quiet_until:
+                self._quiet_until = time.monotonic() + _QUIET_SECONDS
+                logger.error("the prediction log cannot write: %s; see psc_log_rows_total", error)
             return False
         return True
 
-    def _count_dropped(self, waiting: Waiting) -> None:
-        self._count("rows", waiting.source, "dropped", len(waiting.drawn()))
-
-    def _count(self, stored: str, source: Source, result: str, number: int) -> None:
-        counter = self._metrics.psc_log_rows_total if stored == "rows" else self._metrics.psc_log_images_total
-        counter.labels(model=source.name, result=result).inc(number)
-
-    def _warn(self, error: OSError) -> None:
-        if time.monotonic() >= self._quiet_until:
-            self._quiet_until = time.monotonic() + _QUIET_SECONDS
-            logger.error("the prediction log cannot write: %s; see psc_log_rows_total", error)
+    def _count_rows(self, source: ModelLog, result: str, number: int) -> None:
+        self._metrics.psc_log_rows_total.labels(model=source.name, result=result).inc(number)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelLog:
     """The log of one served model."""
 
     writer: LogWriter
-    source: Source
+    name: str  # of the model in the service
+    model: LoggedModel
+    sampling: Sampling
 
     def predicted(
         self,
@@ -454,8 +445,7 @@ class ModelLog:
         size += outputs.packed.nbytes + ROW_BYTES * len(outputs)
         trace, now = current_trace.get() or begin_trace(None), time.time_ns() // 1000
         request_id = f"{trace.trace_id}-{trace.span_id}"
-        row = Waiting(self.source, now, request_id, images, outputs, decisions, policy, is_monitored, size)
-        self.writer.add(row)
+        self.writer.add(Waiting(self, now, request_id, images, outputs, decisions, policy, is_monitored, size))
 
 
 def _taken(queue: deque[Item]) -> Iterator[Item]:

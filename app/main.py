@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -120,18 +120,10 @@ def network_threads(settings: Settings, default: int) -> int:
 def create_app(
     settings: Settings, models: Mapping[str, FittedModel] | None = None, *, host: Host | None = None
 ) -> FastAPI:
-    """Build the application.
+    """Build the application, whose lifespan loads the models; ``app.state.service`` is its :class:`Service`.
 
-    Args:
-        settings: All settings.
-        models: Models by name, served instead of the settings' bundles.
-        host: The process that hosts the application; by default one that manages itself.
-
-    Returns:
-        An application whose lifespan loads the models; ``app.state.service`` is its :class:`Service`.
-
-    Raises:
-        UsageError: If the API keys or the prediction log cannot be used, or an extra is not installed.
+    ``models`` are served by name in place of the settings' bundles.  ``host`` is the process; one that manages itself
+    by default.  Raises :class:`UsageError` if API keys or the prediction log cannot be used, or an extra is missing.
     """
     host = host or Host()
     service = make_service(settings, models, host)
@@ -141,7 +133,11 @@ def create_app(
         with host.running(service):
             await service.start(wait_until_ready=host.starts_ready or settings.workers > 1)
             try:
-                async with _serving_grpc(app, service):
+                async with AsyncExitStack() as stack:
+                    if settings.grpc_port is not None:
+                        from app.grpc import serving
+
+                        await stack.enter_async_context(serving(app, service))
                     yield
             finally:  # Also if a second Ctrl-C has cancelled this: rows of the log are written, and threads end.
                 await service.close()
@@ -175,7 +171,7 @@ def create_app(
 
 def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, host: Host) -> Service:
     """Make the parts of a service, none of which is started; takes the arguments of :func:`create_app`."""
-    keys, metrics = ApiKeys.from_settings(settings), Metrics()
+    keys, metrics = ApiKeys.of(settings), Metrics()
     available = process_memory(settings.workers)
     memory = MemoryBudget(settings.max_buffered_bytes, available, max_pixels=settings.max_pixels)
     log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, metrics)
@@ -188,25 +184,13 @@ def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, h
 
 def check(settings: Settings) -> None:
     """Raise the errors that :func:`create_app` would raise, without building anything."""
-    ApiKeys.from_settings(settings)
+    ApiKeys.of(settings)
     if settings.log is not None:
         open_to_write(settings.log)
     if settings.otel:
         tracing.check_installed()
     if settings.grpc_port is not None:
-        _check_grpc()
-
-
-def _check_grpc() -> None:
-    needs("grpc_port", "grpc", "google.protobuf", "grpc")
-
-
-def _serving_grpc(app: FastAPI, service: Service) -> AbstractAsyncContextManager[None]:
-    if service.settings.grpc_port is None:
-        return nullcontext()
-    from app.grpc import serving
-
-    return serving(app, service)
+        needs("grpc_port", "grpc", "google.protobuf", "grpc")
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
@@ -218,7 +202,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         app.include_router(feedback.router)
         app.include_router(feedback.review_router)
     if service.settings.grpc_port is not None:
-        _check_grpc()
+        needs("grpc_port", "grpc", "google.protobuf", "grpc")
         from app import grpc
 
         app.include_router(grpc.router)

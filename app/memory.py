@@ -26,8 +26,7 @@ COPIES: Final = 2  # the bytes held for each byte of a body
 PIXEL_BYTES: Final = 8
 BUDGET_FRACTION: Final = 1 / 4  # the budget, as a fraction of the memory that the process may have
 FULL_FRACTION: Final = 0.9  # the fraction of its memory above which the process accepts no more requests
-# Freed memory is returned to the system once requests hold this much less than at their peak.
-RELEASE_BYTES: Final = 128 << 20
+RELEASE_BYTES: Final = 128 << 20  # below their peak, what requests hold for freed memory to go back to the system
 _RELEASE_SECONDS: Final = 5.0  # the shortest time between two such returns
 CGROUPS: Final = Path("/sys/fs/cgroup")
 _VERSION_1: Final = "memory/{}/memory.limit_in_bytes", "memory/{}/memory.usage_in_bytes"

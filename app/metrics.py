@@ -14,8 +14,7 @@ import os
 import resource
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -60,8 +59,8 @@ class Metric(Generic[AnyMetric]):
 
     name: str
 
-    def __init__(self, type: type[AnyMetric], labels: tuple[str, ...], help: str, **options: Any) -> None:
-        self.type, self.labels, self.help, self.options = type, labels, help, options
+    def __init__(self, type: type[AnyMetric], labels: str, help: str, **options: Any) -> None:
+        self.type, self.labels, self.help, self.options = type, labels.split(), help, options
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -71,98 +70,71 @@ class Metric(Generic[AnyMetric]):
         return metric
 
 
+def _counter(help: str, labels: str = "model") -> Metric[Counter]:
+    return Metric(Counter, labels, help)
+
+
+def _gauge(help: str, labels: str = "model", *, mode: str = "livemax") -> Metric[Gauge]:
+    return Metric(Gauge, labels, help, multiprocess_mode=mode)
+
+
+def _histogram(help: str, labels: str = "model", *, buckets: Sequence[float] = _SECONDS) -> Metric[Histogram]:
+    return Metric(Histogram, labels, help, buckets=buckets)
+
+
 class Metrics:
     """The metrics of one application, in a registry of its own."""
 
-    psc_predictions_total = Metric(
-        Counter,
-        ("model", "label"),
+    psc_predictions_total = _counter(
         "Images answered, by predicted label (`(other)` beyond 1,000 classes); for a regression, by its target's name.",
+        "model label",
     )
-    psc_ood_total = Metric(Counter, ("model",), "Monitored images with p ≤ `psc_alpha`, whatever alpha a request set.")
-    psc_abstained_total = Metric(
-        Counter,
-        ("model", "reason"),
+    psc_ood_total = _counter("Monitored images with p ≤ `psc_alpha`, whatever alpha a request set.")
+    psc_abstained_total = _counter(
         "Monitored images not accepted, by each request's own thresholds: `ood`, `ambiguous`, `uncertain`.",
+        "model reason",
     )
-    psc_unmonitored_images_total = Metric(
-        Counter,
-        ("model", "reason"),
+    psc_unmonitored_images_total = _counter(
         "Images answered but left out of scores and drift: `asked` (`monitor=false`), `repeated` (seen recently).",
+        "model reason",
     )
-    psc_ood_p_value = Metric(Histogram, ("model",), "OOD p-values; uniform while nothing drifts.", buckets=_FRACTIONS)
-    psc_predictive_entropy_nats = Metric(Histogram, ("model",), "Predictive entropies, nats.", buckets=_NATS)
-    psc_log_density_nats = Metric(Histogram, ("model",), "Log densities of the features, nats.", buckets=_LOG_DENSITY)
-    psc_batch_size = Metric(Histogram, ("model",), "Images per device step.", buckets=_IMAGES)
-    psc_decode_seconds = Metric(
-        Histogram, ("model",), "Time to decode a request, its wait for a thread included.", buckets=_SECONDS
+    psc_ood_p_value = _histogram("OOD p-values; uniform while nothing drifts.", buckets=_FRACTIONS)
+    psc_predictive_entropy_nats = _histogram("Predictive entropies, nats.", buckets=_NATS)
+    psc_log_density_nats = _histogram("Log densities of the features, nats.", buckets=_LOG_DENSITY)
+    psc_batch_size = _histogram("Images per device step.", buckets=_IMAGES)
+    psc_decode_seconds = _histogram("Time to decode a request, its wait for a thread included.")
+    psc_queue_seconds = _histogram("Time from the end of decoding until the device takes the request.")
+    psc_inference_seconds = _histogram("Time of a device step, copies included.")
+    psc_request_seconds = _histogram("Time of a whole request.", "route status")
+    psc_rejected_total = _counter("Requests answered with a problem, by its type.", "reason")
+    psc_queue_depth = _gauge("Images admitted and not yet on the device.", mode="livesum")
+    psc_queue_limit_images = _gauge("Maximum number of images admitted and not yet on the device.", mode="livesum")
+    psc_inflight_requests = _gauge("Requests being answered.", "", mode="livesum")
+    psc_ready = _gauge("1 if every model is ready, else 0.", "", mode="livemin")
+    psc_model_info = _gauge("1 for each served model.", "model version layer device")
+    psc_alpha = _gauge("The policy's alpha: images with p ≤ alpha are out of distribution.")
+    psc_risk = _gauge(
+        "Of accepted images at most this fraction is wrong, with 95 % confidence; 1: nothing shows how many."
     )
-    psc_queue_seconds = Metric(
-        Histogram, ("model",), "Time from the end of decoding until the device takes the request.", buckets=_SECONDS
-    )
-    psc_inference_seconds = Metric(Histogram, ("model",), "Time of a device step, copies included.", buckets=_SECONDS)
-    psc_request_seconds = Metric(Histogram, ("route", "status"), "Time of a whole request.", buckets=_SECONDS)
-    psc_rejected_total = Metric(Counter, ("reason",), "Requests answered with a problem, by its type.")
-    psc_queue_depth = Metric(
-        Gauge, ("model",), "Images admitted and not yet on the device.", multiprocess_mode="livesum"
-    )
-    psc_queue_limit_images = Metric(
-        Gauge, ("model",), "Maximum number of images admitted and not yet on the device.", multiprocess_mode="livesum"
-    )
-    psc_inflight_requests = Metric(Gauge, (), "Requests being answered.", multiprocess_mode="livesum")
-    psc_ready = Metric(Gauge, (), "1 if every model is ready, else 0.", multiprocess_mode="livemin")
-    psc_model_info = Metric(
-        Gauge, ("model", "version", "layer", "device"), "1 for each served model.", multiprocess_mode="livemax"
-    )
-    psc_alpha = Metric(
-        Gauge,
-        ("model",),
-        "The policy's alpha: images with p ≤ alpha are out of distribution.",
-        multiprocess_mode="livemax",
-    )
-    psc_risk = Metric(
-        Gauge,
-        ("model",),
-        "Of accepted images at most this fraction is wrong, with 95 % confidence; 1: nothing shows how many.",
-        multiprocess_mode="livemax",
-    )
-    psc_reloads_total = Metric(Counter, ("model", "result"), "Reloads: `ok` or `failed`.")
-    psc_drift_log_martingale = Metric(
-        Gauge, ("model",), "Logarithm of the conformal test martingale.", multiprocess_mode="livemax"
-    )
-    psc_drift_active = Metric(
-        Gauge, ("model",), "1 from a drift alarm to the end of its episode, else 0.", multiprocess_mode="livemax"
-    )
-    psc_drift_alarms_total = Metric(
-        Counter, ("model",), "Drift alarms, one per episode; see drift_false_alarm and drift_monitors."
-    )
-    psc_drift_window_ood_rate = Metric(
-        Gauge, ("model",), "Fraction of the window's images with p ≤ `psc_alpha`.", multiprocess_mode="livemax"
-    )
-    psc_drift_window_tail_probability = Metric(
-        Gauge,
-        ("model",),
+    psc_reloads_total = _counter("Reloads: `ok` or `failed`.", "model result")
+    psc_drift_log_martingale = _gauge("Logarithm of the conformal test martingale.")
+    psc_drift_active = _gauge("1 from a drift alarm to the end of its episode, else 0.")
+    psc_drift_alarms_total = _counter("Drift alarms, one per episode; see drift_false_alarm and drift_monitors.")
+    psc_drift_window_ood_rate = _gauge("Fraction of the window's images with p ≤ `psc_alpha`.")
+    psc_drift_window_tail_probability = _gauge(
         "Probability of at least as many OOD images in the window if all were like the calibration images.",
-        multiprocess_mode="livemin",
+        mode="livemin",
     )
-    psc_log_rows_total = Metric(
-        Counter, ("model", "result"), "Rows of the prediction log: `written`, or `dropped` for lack of room."
+    psc_log_rows_total = _counter(
+        "Rows of the prediction log: `written`, or `dropped` for lack of room.", "model result"
     )
-    psc_log_images_total = Metric(
-        Counter, ("model", "result"), "Images to store in the prediction log: `written` or `dropped`."
+    psc_log_images_total = _counter("Images to store in the prediction log: `written` or `dropped`.", "model result")
+    psc_log_held_bytes = _gauge("Memory that the prediction log holds; see log_buffer_bytes.", "", mode="livesum")
+    psc_feedback_total = _counter(
+        f"Labels that `/feedback` wrote: {', '.join(f'`{kind}`' for kind in LABEL_KINDS)}.", "kind"
     )
-    psc_log_held_bytes = Metric(
-        Gauge, (), "Memory that the prediction log holds; see log_buffer_bytes.", multiprocess_mode="livesum"
-    )
-    psc_feedback_total = Metric(
-        Counter, ("kind",), f"Labels that `/feedback` wrote: {', '.join(f'`{kind}`' for kind in LABEL_KINDS)}."
-    )
-    psc_gpu_memory_bytes = Metric(
-        Gauge, ("device", "kind"), "GPU memory: `used`, `total`, `allocated`.", multiprocess_mode="livemax"
-    )
-    psc_gpu_utilisation_ratio = Metric(
-        Gauge, ("device",), "Fraction of time that the GPU was busy, 0 to 1.", multiprocess_mode="livemax"
-    )
+    psc_gpu_memory_bytes = _gauge("GPU memory: `used`, `total`, `allocated`.", "device kind")
+    psc_gpu_utilisation_ratio = _gauge("Fraction of time that the GPU was busy, 0 to 1.", "device")
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -192,9 +164,8 @@ class LiveProcesses(Collector):
         found: dict[str, metrics_core.Metric] = {}
         for pid in sorted(_pids(self._folder)):
             for family in ProcessCollector(pid=partial(str, pid), registry=None).collect():
-                metric = found.setdefault(
-                    family.name, metrics_core.Metric(family.name, family.documentation, family.type)
-                )
+                name = family.name
+                metric = found.setdefault(name, metrics_core.Metric(name, family.documentation, family.type))
                 for sample in family.samples:
                     metric.add_sample(sample.name, {"pid": str(pid)}, sample.value)
         yield from found.values()
@@ -233,24 +204,20 @@ class RepeatFilter:
 
     docs/drift.md says why leaving out repeats is sound, where it would not be, and why it cannot be abused.
 
-    ``is_common[k]``: whether an image lies beside equal calibration scores if k of them are no smaller than its own.
+    It is made for the OOD scores of n calibration images, in any order.
     """
 
-    def __init__(self, is_common: npt.NDArray[np.bool_], remembered: int) -> None:
-        self._is_common = is_common
+    def __init__(self, calibration_scores: npt.ArrayLike, *, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
         self._recent: OrderedDict[int, None] = OrderedDict()
-
-    @classmethod
-    def of(cls, calibration_scores: npt.ArrayLike, *, remembered: int = REMEMBERED) -> RepeatFilter:
-        """Make the filter for the OOD scores of n calibration images, in any order."""
         scores = np.sort(np.asarray(calibration_scores))[::-1]
         equal = scores[1:] == scores[:-1]
         tied = np.zeros(len(scores), bool)
         tied[1:] |= equal
         tied[:-1] |= equal
+        # Item k: whether an image lies beside equal calibration scores if k of them are no smaller than its own.
         # Either side counts, because rounding differs a little between batches of different sizes.
-        return cls(np.concatenate([[False], tied]) | np.concatenate([tied, [False]]), remembered)
+        self._is_common = np.concatenate([[False], tied]) | np.concatenate([tied, [False]])
 
     def counts(self, p_values: npt.NDArray[np.floating[Any]], fingerprints: Iterable[int]) -> npt.NDArray[np.bool_]:
         """Return whether each image counts, a boolean array of shape (images,)."""
@@ -300,7 +267,7 @@ class ModelRecorder:
         self._identity = {"version": model.version, "layer": model.layer, "device": str(model.device)}
         self._metrics = metrics
         self._drift = drift
-        self._repeats = RepeatFilter.of(model.calibration.ood_scores)
+        self._repeats = RepeatFilter(model.calibration.ood_scores)
         self._hidden = False
         self._predictions: list[tuple[Outputs[FloatArray], BaseDecisions, Sequence[int] | None]] = []
         self._batch_size = metrics.psc_batch_size.labels(model=name)
@@ -416,24 +383,16 @@ class ModelRecorder:
         metrics.psc_drift_window_tail_probability.labels(model=name).set(state.window_tail_probability)
 
 
-@dataclass(frozen=True)
-class GpuUsage:
-    """The memory by use, bytes, and the fraction of time that the GPU was busy; empty and None on a CPU."""
-
-    memory_bytes: Mapping[str, int]
-    utilisation: float | None
-
-
-def gpu_usage(device: torch.device) -> GpuUsage:
-    """Return a device's memory and utilisation; the latter needs the NVML bindings."""
-    if device.type != "cuda":
-        return GpuUsage({}, None)
+def record_gpu(metrics: Metrics, device: torch.device) -> None:
+    """Record a GPU's memory and utilisation; the latter needs the NVML bindings."""
     free, total = torch.cuda.mem_get_info(device)
     memory = {"used": total - free, "total": total, "allocated": torch.cuda.memory_allocated(device)}
-    try:
-        return GpuUsage(memory, torch.cuda.utilization(device) / 100.0)
-    except Exception:  # Without the bindings, without the library, or on a part of a GPU: each has errors of its own.
-        return GpuUsage(memory, None)
+    for kind, size in memory.items():
+        metrics.psc_gpu_memory_bytes.labels(device=str(device), kind=kind).set(size)
+    # Without the bindings, without the library, or on a part of a GPU: each has errors of its own.
+    with contextlib.suppress(Exception):
+        utilisation = torch.cuda.utilization(device) / 100.0
+        metrics.psc_gpu_utilisation_ratio.labels(device=str(device)).set(utilisation)
 
 
 SPARE: Final = 8  # the number of free descriptors at which a line is logged
@@ -443,31 +402,25 @@ _QUIET_SECONDS: Final = 60.0  # the shortest time between two such lines, second
 class DescriptorWatch:
     """Watches the lowest free file descriptor; all below it are in use."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._quiet_until = clock()
+    def __init__(self) -> None:
+        self._quiet_until = time.monotonic()
 
     def check(self) -> None:
         """Log, at most once a minute, that only :data:`SPARE` descriptors or fewer are free; takes microseconds."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        lowest = _lowest_free(limit)
-        if limit == resource.RLIM_INFINITY or lowest < limit - SPARE or self._clock() < self._quiet_until:
+        try:
+            os.close(lowest := os.open("/", os.O_RDONLY))
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            lowest = limit
+        now = time.monotonic()
+        if limit == resource.RLIM_INFINITY or lowest < limit - SPARE or now < self._quiet_until:
             return
-        self._quiet_until = self._clock() + _QUIET_SECONDS
+        self._quiet_until = now + _QUIET_SECONDS
         logger.error(
             "%d of %d file descriptors are in use; without a free one, new connections are closed unanswered and "
             "reloads fail; raise the limit (ulimit -n)",
             lowest,
             limit,
         )
-
-
-def _lowest_free(limit: int) -> int:
-    try:
-        free = os.open("/", os.O_RDONLY)
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        return limit
-    os.close(free)
-    return free

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,7 @@ from app.inference.steps import Step, TorchThreads, choose_backend, make_step
 from app.log import LogWriter, ModelLog
 from app.memory import MemoryBudget, limits
 from app.metrics import Metrics, ModelRecorder
-from app.settings import MAX_DECODE_THREADS, Settings
+from app.settings import Settings
 from psc_core.answers import BasePolicy
 from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.maps import map_document
@@ -234,8 +233,7 @@ class ModelStarter:
         self._memory = memory
         self._log = log  # the writer of the prediction log; None if predictions are not logged
         self._threads = TorchThreads(settings.threads or torch.get_num_threads(), settings.threads or 1)
-        self._decode_threads = settings.decode_threads or min(MAX_DECODE_THREADS, len(os.sched_getaffinity(0)))
-        self._pool = ThreadPoolExecutor(self._decode_threads, thread_name_prefix="psc-decode")
+        self._pool = ThreadPoolExecutor(settings.decoders, thread_name_prefix="psc-decode")
 
     async def start(self, name: str, model: FittedModel) -> ServedModel:
         """Build the engine of a model and warm it up."""
@@ -255,15 +253,7 @@ class ModelStarter:
         )
         limit = settings.max_queue_images
         recorder = ModelRecorder(name, model, policy=policy, queue_limit=limit, metrics=self._metrics, drift=drift)
-        decoder = Decoder(
-            self._pool,
-            self._memory,
-            threads=self._decode_threads,
-            preprocess=model.preprocess,
-            max_pixels=settings.max_pixels,
-            max_request_pixels=settings.max_pixels_per_request,
-            inline_bytes=settings.inline_decode_bytes,
-        )
+        decoder = Decoder(self._pool, self._memory, model.preprocess, settings)
         batcher = Batcher(
             max_batch=settings.max_batch_size,
             max_queue_images=limit,
@@ -326,13 +316,8 @@ class Registry:
         self._served: dict[str, ServedModel] = {}
         self._reloading = asyncio.Lock()
         self._reload_waits = False
-        self._unloaded: set[str] = set()
+        self.unloaded: set[str] = set()  # the names of the models that were taken out of service
         self._retiring: dict[asyncio.Task[None], ServedModel] = {}
-
-    @property
-    def unloaded(self) -> frozenset[str]:
-        """The names of the models that were taken out of service."""
-        return frozenset(self._unloaded)
 
     @property
     def served(self) -> tuple[ServedModel, ...]:
@@ -348,13 +333,13 @@ class Registry:
             return served
         if name not in self.names:
             raise UnknownModel(f"no model {name!r}; the models are {', '.join(self.names)}")
-        if name in self._unloaded:
+        if name in self.unloaded:
             raise NotReady(f"model {name!r} was unloaded; load it")
         raise NotReady(f"model {name!r} is loading; try again in a few seconds")
 
     def reasons(self) -> dict[str, str]:
         """Return why a model that should be ready is not, by model name; empty if all are ready."""
-        reasons = {name: "loading" for name in self.names if name not in {*self._served, *self._unloaded}}
+        reasons = {name: "loading" for name in self.names if name not in {*self._served, *self.unloaded}}
         for name, served in self._served.items():
             if served.engine.phase is not Phase.READY:
                 reasons[name] = served.engine.phase.value
@@ -376,9 +361,9 @@ class Registry:
 
         Return the name, previous version ("" if it was unloaded) and new version of each.
         """
-        names = [each for each in self.names if each not in self._unloaded] if name is None else [name]
+        names = [each for each in self.names if each not in self.unloaded] if name is None else [name]
         for each in names:
-            if each not in self._unloaded:
+            if each not in self.unloaded:
                 self.get(each)
         if self._reloading.locked():
             raise ReloadRunning("another reload is running; try again when it is done")
@@ -408,7 +393,7 @@ class Registry:
         if self._reloading.locked():
             raise ReloadRunning("a reload is running; try again when it is done")
         del self._served[name]
-        self._unloaded.add(name)
+        self.unloaded.add(name)
         self._metrics.psc_queue_depth.labels(model=name).set(0)
         self._begin_to_retire(old)
 
@@ -457,7 +442,7 @@ class Registry:
     def _swap(self, served: ServedModel) -> None:
         old = self._served.get(served.name)
         self._served[served.name] = served
-        self._unloaded.discard(served.name)
+        self.unloaded.discard(served.name)
         if old is not None:
             self._begin_to_retire(old)
         served.recorder.show()

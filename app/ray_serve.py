@@ -53,11 +53,7 @@ def bind(replica: type[Replica], settings: Mapping[str, Any]) -> Any:
 
 
 class Replica:
-    """One process of the service; Ray calls these methods on the event loop that also runs the application.
-
-    Args:
-        settings: See :func:`build`.
-    """
+    """One process of the service; Ray calls these methods on the event loop that also runs the application."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._metrics_port: int | None = settings.pop("metrics_port", None)

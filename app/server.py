@@ -137,19 +137,12 @@ class LastAccepting(uvicorn.Server):
         await answering
 
     async def _answer(self, connection: socket.socket) -> None:
-        config, protocols = self.config, list[LimitedProtocol]()
-
-        def make_protocol() -> LimitedProtocol:
-            protocols.append(
-                config.http_protocol_class(  # type: ignore[call-arg,arg-type]
-                    config=config, server_state=self.server_state, app_state=self.lifespan.state
-                )
-            )
-            return protocols[0]
-
+        config, loop = self.config, asyncio.get_running_loop()
+        make = cast(Callable[..., LimitedProtocol], config.http_protocol_class)
+        make_protocol = partial(make, config=config, server_state=self.server_state, app_state=self.lifespan.state)
         with contextlib.suppress(OSError):  # The client has left, or its TLS failed.
-            await asyncio.get_running_loop().connect_accepted_socket(make_protocol, connection, ssl=config.ssl)
-            protocols[0].shutdown()
+            _, protocol = await loop.connect_accepted_socket(make_protocol, connection, ssl=config.ssl)
+            protocol.shutdown()
 
 
 def _accepted(listener: socket.socket) -> Iterator[socket.socket]:
@@ -184,11 +177,7 @@ def uvicorn_config(settings: Settings, application: Callable[[], FastAPI]) -> uv
 
 
 def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
-    """Serve until told to stop.
-
-    Returns:
-        The exit code, and the reason in one line if it is not 0.
-    """
+    """Serve until told to stop; return the exit code, and the reason in one line if it is not 0."""
     if settings.workers == 1:
         return _serve_alone(settings, listener)
     check(settings)  # Uvicorn would restart a worker that cannot use its settings for ever.

@@ -12,27 +12,28 @@ import gc
 import hashlib
 import hmac
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar, cast
+from typing import Final, Literal, TypeVar, cast, get_args
 
 from pydantic import SecretStr
 from starlette.requests import Request
 
-from app.errors import DeadlineExceeded, Forbidden, Unauthorized
+from app.errors import DeadlineExceeded, Forbidden, LogUnavailable, Unauthorized
 from app.log import LogWriter
 from app.memory import MemoryBudget
-from app.metrics import DescriptorWatch, Metrics, gpu_usage
+from app.metrics import DescriptorWatch, Metrics, record_gpu
 from app.models import Registry
 from app.settings import Settings
 from psc_core.allocator import release_freed_memory
-from psc_core.errors import DeviceError, ExitCode, PSCError, UsageError
+from psc_core.errors import DataError, DeviceError, ExitCode, PSCError, UsageError
 
 logger = logging.getLogger("psc.service")
 
 Found = TypeVar("Found")
+Role = Literal["predict", "admin", "feedback"]
 # The seconds between two checks of deadlines, clients, models, recorded predictions, memory, file descriptors.
 SWEEP_SECONDS: Final = 0.05
 
@@ -46,63 +47,41 @@ class ApiKeys:
     feedback: frozenset[bytes]  # empty if feedback is off
 
     def __repr__(self) -> str:
-        roles = ("predict", "admin", "feedback")
-        return f"ApiKeys({', '.join(f'{role}={len(getattr(self, role))} keys' for role in roles)})"
+        return f"ApiKeys({', '.join(f'{role}={len(getattr(self, role))} keys' for role in get_args(Role))})"
 
     @classmethod
-    def of(cls, predict: Iterable[str] = (), admin: Iterable[str] = (), feedback: Iterable[str] = ()) -> ApiKeys:
-        """Keep the digests of these keys."""
-        admins, predicting = _digests(admin), _digests(predict)
-        return cls(predicting | admins if predicting else predicting, admins, _digests(feedback) | admins)
+    def of(cls, settings: Settings) -> ApiKeys:
+        """Keep the digests of the keys in the settings and the files that they name."""
+        predict = _digests(settings.api_keys, settings.api_keys_file)
+        admin = _digests(settings.admin_keys, settings.admin_keys_file)
+        feedback = _digests(settings.feedback_keys, settings.feedback_keys_file)
+        return cls(predict and predict | admin, admin, feedback | admin)
 
-    @classmethod
-    def from_settings(cls, settings: Settings) -> ApiKeys:
-        """Gather the keys from the settings and the files that they name."""
-        return cls.of(
-            _keys(settings.api_keys, settings.api_keys_file),
-            _keys(settings.admin_keys, settings.admin_keys_file),
-            _keys(settings.feedback_keys, settings.feedback_keys_file),
-        )
-
-    def check_predict(self, headers: Mapping[str, str]) -> None:
-        """Check that a request may predict; without configured keys every request may."""
-        if self.predict:
-            _check(self.predict, headers)
-
-    def check_feedback(self, headers: Mapping[str, str]) -> None:
-        """Check that a request may give feedback."""
-        _check_role("feedback", self.feedback, headers)
-
-    def check_admin(self, headers: Mapping[str, str]) -> None:
-        """Check that a request has an admin key."""
-        _check_role("admin", self.admin, headers)
-
-
-def _check_role(role: str, digests: Collection[bytes], headers: Mapping[str, str]) -> None:
-    if not digests:
-        raise Forbidden(f"no {role} keys are configured; set PSC_{role.upper()}_KEYS")
-    _check(digests, headers)
-
-
-def _check(digests: Collection[bytes], headers: Mapping[str, str]) -> None:
-    key = headers.get("x-api-key")
-    if key is None:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else ""
-        if not key:
-            raise Unauthorized("this needs an API key; send it as X-API-Key or Authorization: Bearer")
-    given = _digest(key)
-    # A sum and not any(), which would stop at the match, and whose time would reveal which key it was.
-    if not sum(hmac.compare_digest(given, digest) for digest in digests):
-        raise Unauthorized("the API key is not accepted here; ask the operator for one")
+    def check(self, role: Role, headers: Mapping[str, str]) -> None:
+        """Check that a request has a key of this role; without configured keys every request may predict."""
+        digests: frozenset[bytes] = getattr(self, role)
+        if not digests:
+            if role == "predict":
+                return
+            raise Forbidden(f"no {role} keys are configured; set PSC_{role.upper()}_KEYS")
+        key = headers.get("x-api-key")
+        if key is None:
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            key = token.strip() if scheme.lower() == "bearer" else ""
+            if not key:
+                raise Unauthorized("this needs an API key; send it as X-API-Key or Authorization: Bearer")
+        given = _digest(key)
+        # A sum and not any(), which would stop at the match, and whose time would reveal which key it was.
+        if not sum(hmac.compare_digest(given, digest) for digest in digests):
+            raise Unauthorized("the API key is not accepted here; ask the operator for one")
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _digests(keys: Iterable[str]) -> frozenset[bytes]:
-    found = list(keys)
+def _digests(keys: Iterable[SecretStr], file: Path | None) -> frozenset[bytes]:
+    found = [key.get_secret_value() for key in keys] + ([] if file is None else _keys_in(file))
     if not all(key and key.isascii() and key.isprintable() and " " not in key for key in found):
         raise UsageError(
             "API keys must be printable ASCII without spaces; generate one with: "
@@ -111,20 +90,17 @@ def _digests(keys: Iterable[str]) -> frozenset[bytes]:
     return frozenset(map(_digest, found))
 
 
-def _keys(given: Iterable[SecretStr], path: Path | None) -> list[str]:
-    """Return the given keys and those of a file, one per line; blank lines and lines that begin with ``#`` are none."""
-    keys = [key.get_secret_value() for key in given]
-    if path is None:
-        return keys
+def _keys_in(path: Path) -> list[str]:
+    """Return the keys of a file, one per line; blank lines and lines that begin with ``#`` are none."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"cannot read the file of API keys {path} ({type(error).__name__}); check the path and its permissions"
         ) from error
-    if not (of_file := [line for line in lines if line and not line.startswith("#")]):
+    if not (keys := [line for line in lines if line and not line.startswith("#")]):
         raise UsageError(f"{path} holds no API key; write one key per line")
-    return keys + of_file
+    return keys
 
 
 class Host:
@@ -260,11 +236,18 @@ class Service:
 
     async def search_log(self, work: Callable[[LogWriter], Found]) -> Found:
         """Run ``work`` on the prediction log in the thread that searches it."""
-        log = cast(LogWriter, self.log)  # Without a log, the application has no route that searches it.
         seconds = self.settings.deadline_seconds
+
+        def search() -> Found:
+            try:  # Without a log, the application has no route that searches it.
+                return work(cast(LogWriter, self.log))
+            except (OSError, DataError) as error:
+                remedy = "try again later, or let psc-log review name a damaged file"
+                raise LogUnavailable(f"the prediction log cannot be used now; {remedy}") from error
+
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.get_running_loop().run_in_executor(self.searcher, work, log)
+                return await asyncio.get_running_loop().run_in_executor(self.searcher, search)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the log was not searched within {seconds:g} s; try again") from error
 
@@ -279,11 +262,8 @@ class Service:
     def refresh_gpu_metrics(self) -> None:
         """Read the memory and utilisation of the GPUs in use."""
         for device in {served.model.device for served in self.registry.served}:
-            usage = gpu_usage(device)
-            for use, size in usage.memory_bytes.items():
-                self.metrics.psc_gpu_memory_bytes.labels(device=str(device), kind=use).set(size)
-            if usage.utilisation is not None:
-                self.metrics.psc_gpu_utilisation_ratio.labels(device=str(device)).set(usage.utilisation)
+            if device.type == "cuda":
+                record_gpu(self.metrics, device)
 
     def _left_of(self, seconds: float) -> float:
         return max(0.0, self._draining_since + seconds - asyncio.get_running_loop().time())
@@ -330,8 +310,8 @@ def service_of(request: Request) -> Service:
     return service
 
 
-def service_to_predict(request: Request) -> Service:
-    """Return the service if the caller may predict."""
+def service_to(role: Role, request: Request) -> Service:
+    """Return the service if the caller has a key of this role."""
     service = service_of(request)
-    service.keys.check_predict(request.headers)
+    service.keys.check(role, request.headers)
     return service

@@ -10,6 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Container, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
@@ -40,7 +41,7 @@ from psc_core.settings import Backend
 BACKLOG: Final = 2048  # the number of connections that may wait to be accepted
 # The decisions that ``log_images`` may name.
 _DECISIONS: Final = ("abstained", *dict.fromkeys((*REGRESSION_DECISIONS, *CLASSIFICATION_DECISIONS)))
-MAX_DECODE_THREADS: Final = 16  # the maximum number of threads that decode images where ``decode_threads`` is unset
+_MAX_DECODERS: Final = 16  # where ``decode_threads`` is unset, as its description says
 _LOG_FRACTION: Final = 0.2  # the fraction of ``drain_seconds`` that is kept for the prediction log
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ENV_PREFIX: Final = "PSC_"
@@ -97,7 +98,7 @@ def _threshold(declared: Any) -> Any:
 
 
 class Settings(BaseSettings):
-    """The settings of one service process; each field has its own description."""
+    """The settings of one service process, each with the description that ``--help`` and the documentation show."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
@@ -106,222 +107,139 @@ class Settings(BaseSettings):
         env_ignore_empty=True,
         enable_decoding=False,
         allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
-    config: Path | None = Field(default=None, description="TOML file of settings.")
-    bundle: Texts = Field(
-        default=(),
-        description="Bundles to serve, `DIR` or `NAME=DIR`, separated by commas (the flag may be repeated). "
-        "The first is the default model; the name defaults to the directory's.",
-    )
-    host: str = Field(default="127.0.0.1", description="Address to listen on.")
-    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
-    grpc_port: int | None = Field(
-        default=None,
-        ge=1,
-        le=65535,
-        description="Port on which the v2 protocol is also served over gRPC (extra `psc[grpc]`); unset: no gRPC.",
-    )
-    workers: int = Field(
-        default=1, ge=1, le=1024, description="Number of worker processes, each with its own copy of the models."
-    )
-    device: str = Field(
-        default="auto",
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="Device of the networks: `auto`, `cpu`, `cuda` or `cuda:N`.",
-    )
-    threads: int | None = Field(
-        default=None,
-        ge=1,
-        le=1024,
-        description="Number of CPU threads of the network; unset: torch's choice divided by the workers, or one thread "
-        "if a full batch takes less than 2 ms.",
-    )
-    backend: Literal["auto", Backend] = Field(
-        default="auto",
-        description="Backend of the network on a CPU: `folded` (batch normalisation folded into convolutions), "
-        "`plain`, `onnx` (ONNX Runtime, extra `psc[onnx]`); `auto` measures them and takes the fastest on this "
-        "machine.",
-    )
-    compile: bool = Field(default=False, description="Run the network through `torch.compile`.")
-    allow_factories: Texts = Field(
-        default=(),
-        description="Network factories `package.module:factory` that a bundle may import, separated by commas; the "
-        "working directory is searched for packages that are not installed.",
-    )
+    config: Path | None = None
+    """TOML file of settings."""
+    bundle: Texts = ()
+    """Bundles to serve, `DIR` or `NAME=DIR`, separated by commas (the flag may be repeated). The first is the default
+    model; the name defaults to the directory's."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on; 0 picks a free one."""
+    grpc_port: int | None = Field(None, ge=1, le=65535)
+    """Port on which the v2 protocol is also served over gRPC (extra `psc[grpc]`); unset: no gRPC."""
+    workers: int = Field(1, ge=1, le=1024)
+    """Number of worker processes, each with its own copy of the models."""
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """Device of the networks: `auto`, `cpu`, `cuda` or `cuda:N`."""
+    threads: int | None = Field(None, ge=1, le=1024)
+    """Number of CPU threads of the network; unset: torch's choice divided by the workers, or one thread if a full batch
+    takes less than 2 ms."""
+    backend: Literal["auto", Backend] = "auto"
+    """Backend of the network on a CPU: `folded` (batch normalisation folded into convolutions), `plain`, `onnx` (ONNX
+    Runtime, extra `psc[onnx]`); `auto` measures them and takes the fastest on this machine."""
+    compile: bool = False
+    """Run the network through `torch.compile`."""
+    allow_factories: Texts = ()
+    """Network factories `package.module:factory` that a bundle may import, separated by commas; the working directory
+    is searched for packages that are not installed."""
 
-    max_batch_size: int = Field(default=64, ge=1, le=4096, description="Maximum number of images in one device step.")
-    warmup_seconds: float = Field(
-        default=600.0,
-        gt=0,
-        le=86_400,
-        description="Longest time that a model may take to warm up, seconds; a slower one is refused.",
-    )
-    max_delay_ms: float = Field(
-        default=0.0,
-        ge=0,
-        le=60_000,
-        description="Longest time that a batch waits to fill, milliseconds; 0: it waits only for images that are being "
-        "decoded, if that saves time.",
-    )
-    max_queue_images: int = Field(
-        default=2048, ge=1, description="Maximum number of images admitted and not yet on the device; beyond it: 429."
-    )
-    deadline_seconds: float = Field(
-        default=10.0, gt=0, description="Time in which an admitted request must be answered, seconds; after it: 504."
-    )
-    drain_seconds: float = Field(
-        default=30.0,
-        ge=0,
-        description="Longest time between SIGTERM and the end of the process, seconds; the last fifth is for the "
-        "prediction log, if there is one.",
-    )
-    decode_threads: int | None = Field(
-        default=None,
-        ge=1,
-        le=1024,
-        description=f"Number of threads that decode images; unset: one per CPU, at most {MAX_DECODE_THREADS}.",
-    )
-    inline_decode_bytes: int = Field(
-        default=16 * 1024,
-        ge=0,
-        description="Largest request, bytes, that is decoded without a thread if its pixels are few too, because "
-        "handing it over would take longer than decoding it.",
-    )
+    max_batch_size: int = Field(64, ge=1, le=4096)
+    """Maximum number of images in one device step."""
+    warmup_seconds: float = Field(600.0, gt=0, le=86_400)
+    """Longest time that a model may take to warm up, seconds; a slower one is refused."""
+    max_delay_ms: float = Field(0.0, ge=0, le=60_000)
+    """Longest time that a batch waits to fill, milliseconds; 0: it waits only for images that are being decoded, if
+    that saves time."""
+    max_queue_images: int = Field(2048, ge=1)
+    """Maximum number of images admitted and not yet on the device; beyond it: 429."""
+    deadline_seconds: float = Field(10.0, gt=0)
+    """Time in which an admitted request must be answered, seconds; after it: 504."""
+    drain_seconds: float = Field(30.0, ge=0)
+    """Longest time between SIGTERM and the end of the process, seconds; the last fifth is for the prediction log, if
+    there is one."""
+    decode_threads: int | None = Field(None, ge=1, le=1024)
+    """Number of threads that decode images; unset: one per CPU, at most 16."""
+    inline_decode_bytes: int = Field(16 * 1024, ge=0)
+    """Largest request, bytes, that is decoded without a thread if its pixels are few too, because handing it over would
+    take longer than decoding it."""
 
-    max_body_bytes: int = Field(default=64 << 20, ge=1, description="Largest request body, bytes.")
-    grpc_message_bytes: int = Field(
-        default=16 << 20,
-        ge=1,
-        description="Largest gRPC message, bytes; unlike an HTTP body, it is held in memory before it can be checked.",
-    )
-    max_buffered_bytes: int = Field(
-        default=1 << 30,
-        ge=1,
-        description="Memory that all requests may hold at once, bytes: twice their bodies, and images being decoded or "
-        "waiting; beyond it: 429. At most a quarter of the container's or machine's memory per worker.",
-    )
-    max_images_per_request: int = Field(default=512, ge=1, description="Maximum number of images in one request.")
-    max_pixels: int = Field(
-        default=DEFAULT_MAX_PIXELS, ge=1, le=PILLOW_MAX_PIXELS, description="Largest width × height of an image."
-    )
-    max_pixels_per_request: int = Field(
-        default=1 << 29,
-        ge=1,
-        description="Maximum number of pixels in all images of one request, if threads decode them; beyond it: 413. "
-        "The default is 512 images of 1024².",
-    )
-    max_fields: int = Field(
-        default=1024, ge=1, description="Maximum number of multipart fields in one request, images included."
-    )
-    max_requests: int = Field(
-        default=4096, ge=1, description="Maximum number of requests being answered at once; beyond it: 429."
-    )
-    upload_seconds: float = Field(
-        default=60.0,
-        gt=0,
-        description="Time in which a body must arrive, seconds; after it: 408. A connection is closed if its request's "
-        "head does not arrive within this time, or if its client reads nothing of an answer for as long.",
-    )
-    keep_alive_seconds: int = Field(
-        default=75,
-        ge=1,
-        description="Time after which an idle connection is closed, seconds; must be longer than that of a proxy in "
-        "front, or requests sent at that very moment are lost.",
-    )
+    max_body_bytes: int = Field(64 << 20, ge=1)
+    """Largest request body, bytes."""
+    grpc_message_bytes: int = Field(16 << 20, ge=1)
+    """Largest gRPC message, bytes; unlike an HTTP body, it is held in memory before it can be checked."""
+    max_buffered_bytes: int = Field(1 << 30, ge=1)
+    """Memory that all requests may hold at once, bytes: twice their bodies, and images being decoded or waiting; beyond
+    it: 429. At most a quarter of the container's or machine's memory per worker."""
+    max_images_per_request: int = Field(512, ge=1)
+    """Maximum number of images in one request."""
+    max_pixels: int = Field(DEFAULT_MAX_PIXELS, ge=1, le=PILLOW_MAX_PIXELS)
+    """Largest width × height of an image."""
+    max_pixels_per_request: int = Field(1 << 29, ge=1)
+    """Maximum number of pixels in all images of one request, if threads decode them; beyond it: 413. The default is 512
+    images of 1024²."""
+    max_fields: int = Field(1024, ge=1)
+    """Maximum number of multipart fields in one request, images included."""
+    max_requests: int = Field(4096, ge=1)
+    """Maximum number of requests being answered at once; beyond it: 429."""
+    upload_seconds: float = Field(60.0, gt=0)
+    """Time in which a body must arrive, seconds; after it: 408. A connection is closed if its request's head does not
+    arrive within this time, or if its client reads nothing of an answer for as long."""
+    keep_alive_seconds: int = Field(75, ge=1)
+    """Time after which an idle connection is closed, seconds; must be longer than that of a proxy in front, or requests
+    sent at that very moment are lost."""
 
     alpha: Alpha | None = _threshold(Alpha)
     ambiguity_threshold: AmbiguityThreshold | None = _threshold(AmbiguityThreshold)
     max_width: MaxWidth | None = _threshold(MaxWidth)
     coverage: Coverage | None = _threshold(Coverage)
 
-    api_keys: Keys = Field(
-        default=(), description="Keys that may predict, separated by commas; empty: anyone may predict."
-    )
-    api_keys_file: Path | None = Field(default=None, description="File of keys that may predict, one per line.")
-    admin_keys: Keys = Field(
-        default=(), description="Keys that may reload bundles, separated by commas; empty: `/admin` is off."
-    )
-    admin_keys_file: Path | None = Field(
-        default=None, description="File of keys that may reload bundles, one per line."
-    )
-    feedback_keys: Keys = Field(
-        default=(), description="Keys that may send `/feedback`, separated by commas; empty: only admin keys may."
-    )
-    feedback_keys_file: Path | None = Field(
-        default=None, description="File of keys that may send `/feedback`, one per line."
-    )
-    cors_origins: Texts = Field(
-        default=(), description="Origins from which browsers may call the service, separated by commas; `*`: all."
-    )
-    allowed_hosts: Texts = Field(
-        default=(), description="Accepted `Host` headers, separated by commas, such as `*.example.org`; empty: all."
-    )
-    root_path: str = Field(default="", description="Path under which a proxy publishes the service.")
-    tls_certificate: Path | None = Field(
-        default=None, description="PEM certificate chain; if set, the service speaks HTTPS only."
-    )
-    tls_key: Path | None = Field(default=None, description="PEM private key of the certificate.")
+    api_keys: Keys = ()
+    """Keys that may predict, separated by commas; empty: anyone may predict."""
+    api_keys_file: Path | None = None
+    """File of keys that may predict, one per line."""
+    admin_keys: Keys = ()
+    """Keys that may reload bundles, separated by commas; empty: `/admin` is off."""
+    admin_keys_file: Path | None = None
+    """File of keys that may reload bundles, one per line."""
+    feedback_keys: Keys = ()
+    """Keys that may send `/feedback`, separated by commas; empty: only admin keys may."""
+    feedback_keys_file: Path | None = None
+    """File of keys that may send `/feedback`, one per line."""
+    cors_origins: Texts = ()
+    """Origins from which browsers may call the service, separated by commas; `*`: all."""
+    allowed_hosts: Texts = ()
+    """Accepted `Host` headers, separated by commas, such as `*.example.org`; empty: all."""
+    root_path: str = ""
+    """Path under which a proxy publishes the service."""
+    tls_certificate: Path | None = None
+    """PEM certificate chain; if set, the service speaks HTTPS only."""
+    tls_key: Path | None = None
+    """PEM private key of the certificate."""
 
-    page: bool = Field(default=True, description="Serve the page at `/`.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Lowest level that is logged: `debug`, `info`, `warning` or `error`."
-    )
-    access_log: bool = Field(
-        default=False,
-        description="Log a line for each request. Its client is taken from `X-Forwarded-For` if a proxy on this "
-        "machine, or on an address in `FORWARDED_ALLOW_IPS`, sets that header.",
-    )
-    log: str | None = Field(
-        default=None,
-        description="Folder or `s3://BUCKET/PREFIX` of the prediction log (extra `psc[log]`); unset: no log.",
-    )
-    log_rows: float = Field(default=1.0, ge=0, le=1, description="Fraction of all images that get a row in the log.")
-    log_sample: float = Field(
-        default=0.01,
-        ge=0,
-        le=1,
-        description="Fraction of all images, drawn at random, that get a row and are stored, for `psc-recalibrate`.",
-    )
-    log_images: Texts = Field(
-        default=("abstained",),
-        description="Images that get a row and are stored, by decision: `abstained` or a decision, optionally with "
-        "`:FRACTION`, separated by commas, such as `abstain_ood,accept:0.01`; empty: only those of `log_sample`.",
-    )
-    log_days: int | None = Field(
-        default=None,
-        ge=1,
-        le=36_500,
-        description="Days after which rows and images of the log are removed; unset: never.",
-    )
-    log_flush_seconds: float = Field(
-        default=60.0,
-        gt=0,
-        le=86_400,
-        description="Longest time between an answer and its row, seconds; a crash loses no more.",
-    )
-    log_buffer_bytes: int = Field(
-        default=64 << 20,
-        ge=1 << 16,
-        description="Memory of each worker for rows and images that are not yet written, bytes; beyond it they are "
-        "dropped.",
-    )
-    otel: bool = Field(default=False, description="Export traces with OpenTelemetry (extra `psc[otel]`).")
-    drift_window: int = Field(
-        default=1000, ge=1, le=1_000_000, description="Number of images in the window of `psc_drift_window_ood_rate`."
-    )
-    drift_false_alarm: float = Field(
-        default=0.01,
-        gt=0,
-        lt=1,
-        description="Bound on the probability that any of the `drift_monitors` ever raises a false alarm.",
-    )
-    drift_monitors: int = Field(
-        default=100,
-        ge=1,
-        le=1_000_000,
-        description="Number of monitors that share the bound: each start or reload of a worker begins one per model.",
-    )
+    page: bool = True
+    """Serve the page at `/`."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged: `debug`, `info`, `warning` or `error`."""
+    access_log: bool = False
+    """Log a line for each request. Its client is taken from `X-Forwarded-For` if a proxy on this machine, or on an
+    address in `FORWARDED_ALLOW_IPS`, sets that header."""
+    log: str | None = None
+    """Folder or `s3://BUCKET/PREFIX` of the prediction log (extra `psc[log]`); unset: no log."""
+    log_rows: float = Field(1.0, ge=0, le=1)
+    """Fraction of all images that get a row in the log."""
+    log_sample: float = Field(0.01, ge=0, le=1)
+    """Fraction of all images, drawn at random, that get a row and are stored, for `psc-recalibrate`."""
+    log_images: Texts = ("abstained",)
+    """Images that get a row and are stored, by decision: `abstained` or a decision, optionally with `:FRACTION`,
+    separated by commas, such as `abstain_ood,accept:0.01`; empty: only those of `log_sample`."""
+    log_days: int | None = Field(None, ge=1, le=36_500)
+    """Days after which rows and images of the log are removed; unset: never."""
+    log_flush_seconds: float = Field(60.0, gt=0, le=86_400)
+    """Longest time between an answer and its row, seconds; a crash loses no more."""
+    log_buffer_bytes: int = Field(64 << 20, ge=1 << 16)
+    """Memory of each worker for rows and images that are not yet written, bytes; beyond it they are dropped."""
+    otel: bool = False
+    """Export traces with OpenTelemetry (extra `psc[otel]`)."""
+    drift_window: int = Field(1000, ge=1, le=1_000_000)
+    """Number of images in the window of `psc_drift_window_ood_rate`."""
+    drift_false_alarm: float = Field(0.01, gt=0, lt=1)
+    """Bound on the probability that any of the `drift_monitors` ever raises a false alarm."""
+    drift_monitors: int = Field(100, ge=1, le=1_000_000)
+    """Number of monitors that share the bound: each start or reload of a worker begins one per model."""
 
     @field_validator("port", "grpc_port", mode="before")
     @classmethod
@@ -375,6 +293,11 @@ class Settings(BaseSettings):
         """The part of ``drain_seconds`` in which accepted requests are answered; the log is written in the rest."""
         return self.drain_seconds if self.log is None else (1 - _LOG_FRACTION) * self.drain_seconds
 
+    @cached_property
+    def decoders(self) -> int:
+        """The number of threads that decode images; a request is cut into at most as many chunks."""
+        return self.decode_threads or min(_MAX_DECODERS, len(os.sched_getaffinity(0)))
+
     @property
     def named_bundles(self) -> tuple[tuple[str, Path], ...]:
         """The bundles as pairs (name, directory), the default first."""
@@ -398,13 +321,17 @@ class Settings(BaseSettings):
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+        *_: Any,
+        **__: Any,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Order the sources: flags win over the environment, which wins over the file that either names."""
         check_environment(cls.model_fields)
         flags = init_settings.init_kwargs if isinstance(init_settings, InitSettingsSource) else {}
         return init_settings, env_settings, InitSettingsSource(settings_cls, read_config(flags.get("config")))
+
+
+for _field in Settings.model_fields.values():  # A description that takes two lines here is one line elsewhere.
+    _field.description = " ".join((_field.description or "").split())
 
 
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:

@@ -88,12 +88,7 @@ def _new_id(bits: int) -> str:
     return f"{_ids.getrandbits(bits) or 1:0{bits // 4}x}"  # An id of zeros alone is invalid.
 
 
-_STANDARD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {
-    "message",
-    "asctime",
-    "color_message",
-    "taskName",
-}
+_STANDARD_FIELDS: Final = {*vars(logging.makeLogRecord({})), "message", "asctime", "color_message", "taskName"}
 
 
 class JsonFormatter(logging.Formatter):

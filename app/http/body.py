@@ -17,7 +17,6 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import orjson
@@ -30,11 +29,11 @@ from starlette.types import Receive
 
 from app.errors import ClientGone, MalformedRequest, SlowUpload, TooManyImages, UnsupportedEncoding, UnsupportedMedia
 from app.inference.decoder import EncodedImage
+from app.settings import Settings
 from psc_core.errors import all_faults, hint, shorten
 
 MAX_VALUES: Final = 1 << 22  # the maximum number of values in one document; parsing them takes 0.1 s
-# The maximum number of lists, objects and keys in one document; parsing them takes 0.1 s.
-MAX_CONTAINERS: Final = 1 << 18
+MAX_CONTAINERS: Final = 1 << 18  # the maximum number of lists, objects and keys; parsing them takes as long
 _MOST: Final = {b"[{:": MAX_CONTAINERS, b"[{:,": MAX_VALUES}
 _PIECE: Final = 1 << 18  # the bytes counted at a time; between two pieces, other threads get the interpreter's lock
 
@@ -127,39 +126,55 @@ def query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
 
 Parsed = TypeVar("Parsed")
 FIELD: Final = "images"
-# The largest body that is parsed on the event loop, bytes; a larger one would hold it up.
-_INLINE_BYTES: Final = 256 * 1024
+FILE_SCHEMA: Final = {"type": "string", "format": "binary"}
+_BASE64_SCHEMA: Final = {
+    "type": "string",
+    "contentEncoding": "base64",
+    "pattern": r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
+    "description": "Base64 of an image file, padded, without line breaks.",
+}
+
+
+def _with(name: str, schema: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Return the schema of an object with this member."""
+    return {"type": "object", "required": [name], "properties": {name: schema}, **options}
+
+
+_FILES: Final = {"items": FILE_SCHEMA, "description": "JPEG, PNG, WebP, BMP, GIF (first frame) or TIFF files."}
+_OBJECTS: Final = {"items": _with("b64", _BASE64_SCHEMA, additionalProperties=False)}
+_SOME: Final = {"type": "array", "minItems": 1}
+# The request body of a prediction, for OpenAPI.
+IMAGES_BODY: Final[dict[str, Any]] = {
+    "required": True,
+    "description": "The images, in one of three forms.",
+    "content": {
+        "multipart/form-data": {"schema": _with(FIELD, _SOME | _FILES)},
+        "application/json": {"schema": _with(FIELD, _SOME | _OBJECTS, additionalProperties=False)},
+        "image/*": {"schema": FILE_SCHEMA},
+    },
+}
+_INLINE_BYTES: Final = 256 * 1024  # the largest body that is parsed on the event loop; a larger one would hold it up
 # The maximum number of parameters of a part's ``Content-Disposition``, or of semicolons in its file name.
 _MAX_PARAMETERS: Final = 16
 _CHARSETS: Final = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})  # the charsets whose texts are UTF-8
-# The encodings of a part that leave its bytes as they are.
-_RAW: Final = frozenset({b"binary", b"8bit", b"7bit", b"identity"})
+_RAW: Final = frozenset({b"binary", b"8bit", b"7bit", b"identity"})  # the encodings that leave bytes as they are
 _FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
 
 
-@dataclass(frozen=True, slots=True)
-class UploadLimits:
-    """The limits on one request: images, multipart fields (images included), and seconds to arrive."""
-
-    max_images: int
-    max_fields: int
-    seconds: float
-
-
-async def read_images(request: Request, limits: UploadLimits, parser: Executor) -> list[EncodedImage]:
+async def read_images(request: Request, settings: Settings, parser: Executor) -> list[EncodedImage]:
     """Read the images of a request, at least one."""
     content_type = request.headers.get("content-type", "")
     media = content_type.partition(";")[0].strip().lower()
     if media.startswith("image/"):
-        image = await read_body(request, limits.seconds)
+        image = await read_body(request, settings.upload_seconds)
         if not image:
             raise MalformedRequest("the body is empty; send the image file as the body")
         return [EncodedImage(image)]
     if media == "application/json":
-        body = await read_json_body(request, limits.seconds)
-        return await parse(parser, body, parse_json, body, limits.max_images)
+        body = await read_json_body(request, settings.upload_seconds)
+        return await parse(parser, body, parse_json, body, settings.max_images_per_request)
     if media == "multipart/form-data":
-        return await _read_multipart(content_type, request, limits)
+        return await _read_multipart(content_type, request, settings)
     got = repr(media) if media else "no content type"
     raise UnsupportedMedia(f"expected {_FORMS}, got {got}; set Content-Type")
 
@@ -244,30 +259,27 @@ def decode_base64(text: Any, where: str) -> bytes:
 class _FormFields:
     """The callbacks of the streaming parser, which keep the image parts, and count and drop every other field."""
 
-    def __init__(self, limits: UploadLimits) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.images: list[EncodedImage] = []
         self.others: list[str] = []
         self.ended = False
-        self._limits = limits
+        self._max_images, self._max_fields = settings.max_images_per_request, settings.max_fields
         self._fields = 0
-        self._header_name = b""
-        self._header_value = b""
-        self._disposition = b""
-        self._encoding = b""
+        self._header_name = self._header_value = b""
+        self._disposition = self._encoding = b""
         self._name = ""
         self._file_name: str | None = None
         self._data = bytearray()
 
     def on_part_begin(self) -> None:
         self._fields += 1
-        if self._fields > self._limits.max_fields:
-            raise MalformedRequest(f"expected at most {self._limits.max_fields} fields; send fewer")
+        if self._fields > self._max_fields:
+            raise MalformedRequest(f"expected at most {self._max_fields} fields; send fewer")
         self._disposition = self._encoding = b""
         self._data = bytearray()
 
     def on_header_begin(self) -> None:
-        self._header_name = b""
-        self._header_value = b""
+        self._header_name = self._header_value = b""
 
     def on_header_field(self, data: bytes, start: int, end: int) -> None:
         self._header_name += data[start:end]
@@ -296,8 +308,8 @@ class _FormFields:
             raise UnsupportedEncoding(
                 f"expected the bytes of image files, got {self._encoding.decode('latin-1')}; send them as they are"
             )
-        if self._name == FIELD and len(self.images) >= self._limits.max_images:
-            raise TooManyImages(f"expected at most {self._limits.max_images} images; split the request")
+        if self._name == FIELD and len(self.images) >= self._max_images:
+            raise TooManyImages(f"expected at most {self._max_images} images; split the request")
 
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._name == FIELD:
@@ -313,16 +325,16 @@ class _FormFields:
         self.ended = True
 
 
-async def _read_multipart(content_type: str, request: Request, limits: UploadLimits) -> list[EncodedImage]:
+async def _read_multipart(content_type: str, request: Request, settings: Settings) -> list[EncodedImage]:
     _, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
     if not boundary:
         raise MalformedRequest("the Content-Type has no boundary; let the HTTP client set it")
-    parts = _FormFields(limits)
+    parts = _FormFields(settings)
     try:
         callbacks: Any = {name: getattr(parts, name) for name in vars(_FormFields) if name.startswith("on_")}
         parser = MultipartParser(boundary, callbacks)
-        await _read(request, parser.write, limits.seconds)
+        await _read(request, parser.write, settings.upload_seconds)
         parser.finalize()
     except FormParserError as error:
         raise MalformedRequest(f"the body is not multipart/form-data: {error}") from error

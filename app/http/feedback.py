@@ -13,78 +13,56 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.responses import StreamingResponse
 
-from app.errors import ImageConflict, LogUnavailable, MalformedRequest, UnknownImage, UnusableLabel, responses
+from app.errors import ImageConflict, MalformedRequest, UnknownImage, UnusableLabel, responses
 from app.http.body import load_json, parse, parse_query, query_parameters, read_json_body
 from app.http.model import ClassNames, PredictedNumber, TaskName
 from app.log import LogWriter
-from app.service import service_of
+from app.service import service_to
 from psc_core.answers import Document
 from psc_core.errors import DataError, fault
 from psc_core.log.labels import LABEL, Label, LabelKind, write_labels
 from psc_core.log.review import Unreviewed
 from psc_core.log.store import IMAGE_PATH, MEDIA_TYPES, SHA256, LoggedModel, find_row, open_logged_image, read_model
 
-_MAX_WAIT_SECONDS: Final = 5.0
 
-
-def wait_seconds(deadline_s: float) -> float:
-    """Return the longest time that a search waits for the writer, and then the longest time that it takes, seconds.
-
-    A third of the deadline is left for reading the models.
-    """
-    return min(_MAX_WAIT_SECONDS, deadline_s / 3)
-
-
-def add_label(writer: LogWriter, label: Label, *, seconds: float) -> Label:
-    """Write a label and return it as written.  It may take seconds, so call it on a thread."""
-    try:
-        row = _row(writer, label, seconds)
-        if label.image_sha256 is not None and label.image_sha256 != row[SHA256]:
-            shown = "an image that was erased" if row[SHA256] is None else f"the image {row[SHA256]}"
-            raise ImageConflict(
-                f"the row is of {shown}, not of {label.image_sha256}; correct request_id or image_index"
-            )
-        checked = replace(label, image_sha256=row[SHA256], time=datetime.now(UTC), model=row["model"])
-        if label.kind == LABEL:
-            model = read_model(writer.log, row["bundle_version"])
-            try:
-                checked = replace(checked, label=model.check_label(label.label or ""))
-            except DataError as error:
-                raise UnusableLabel(str(error)) from error
-        write_labels(writer.log, [checked])
-    except (OSError, DataError) as error:
-        raise LogUnavailable("the prediction log cannot be used now; psc-log review names a damaged file") from error
+# These functions work on the log and may take seconds, so they are for :meth:`.Service.search_log`.
+def add_label(writer: LogWriter, label: Label) -> Label:
+    """Write a label and return it as written."""
+    row = _row(writer, label)
+    if label.image_sha256 is not None and label.image_sha256 != row[SHA256]:
+        shown = "an image that was erased" if row[SHA256] is None else f"the image {row[SHA256]}"
+        raise ImageConflict(f"the row is of {shown}, not of {label.image_sha256}; correct request_id or image_index")
+    checked = replace(label, image_sha256=row[SHA256], time=datetime.now(UTC), model=row["model"])
+    if label.kind == LABEL:
+        model = read_model(writer.log, row["bundle_version"])
+        try:
+            checked = replace(checked, label=model.check_label(label.label or ""))
+        except DataError as error:
+            raise UnusableLabel(str(error)) from error
+    write_labels(writer.log, [checked])
     return checked
 
 
-def to_review(writer: LogWriter, limit: int, *, seconds: float) -> tuple[list[Unreviewed], dict[str, LoggedModel]]:
-    """Return the newest logged images that were not accepted and have no label, and their models by version.
-
-    It may take seconds, so call it on a thread.
-    """
-    writer.flush(seconds)
-    try:
-        found = writer.unreviewed.newest(limit=limit, seconds=seconds)
-        versions = {each.row["bundle_version"] for each in found}
-        return found, {version: read_model(writer.log, version) for version in sorted(versions)}
-    except (OSError, DataError) as error:
-        raise LogUnavailable("the prediction log cannot be read now; psc-log review names a damaged file") from error
+def to_review(writer: LogWriter, limit: int) -> tuple[list[Unreviewed], dict[str, LoggedModel]]:
+    """Return the newest logged images that were not accepted and have no label, and their models by version."""
+    writer.flush(writer.search_seconds)
+    found = writer.unreviewed.newest(limit=limit, seconds=writer.search_seconds)
+    versions = {each.row["bundle_version"] for each in found}
+    return found, {version: read_model(writer.log, version) for version in sorted(versions)}
 
 
 def logged_image(writer: LogWriter, name: str) -> tuple[Any, int]:
-    """Open a logged image and return it with its size in bytes; call it on a thread."""
+    """Open a logged image and return it with its size in bytes."""
     try:
         return open_logged_image(writer.log, name)
     except FileNotFoundError as error:
         raise UnknownImage("the log has no such image; it was not stored, was erased or is too old") from error
-    except OSError as error:
-        raise LogUnavailable("the prediction log cannot be read now; try again later") from error
 
 
-def _row(writer: LogWriter, label: Label, seconds: float) -> dict[str, Any]:
+def _row(writer: LogWriter, label: Label) -> dict[str, Any]:
     key = label.request_id or "", label.image_index or 0
     row = find_row(writer.log, *key)
-    if row is None and writer.flush(seconds):
+    if row is None and writer.flush(writer.search_seconds):
         row = find_row(writer.log, *key)
     if row is None:
         raise UnknownImage(
@@ -148,15 +126,13 @@ router = APIRouter(tags=["feedback"])
 )
 async def feedback(request: Request) -> FeedbackDocument:
     """Add a person's label on an image to the prediction log (with `--log`); the last label counts."""
-    service = service_of(request)
-    service.keys.check_feedback(request.headers)
+    service = service_to("feedback", request)
     body = await read_json_body(request, service.settings.upload_seconds)
     try:
         given = Feedback.model_validate(await parse(service.parser, body, load_json, body))
     except ValidationError as error:
         raise MalformedRequest(fault(error.errors(include_input=False, include_url=False)[0], "member")) from error
-    seconds = wait_seconds(service.settings.deadline_seconds)
-    label = await service.search_log(lambda log: add_label(log, given.to_label(), seconds=seconds))
+    label = await service.search_log(lambda log: add_label(log, given.to_label()))
     service.metrics.psc_feedback_total.labels(kind=label.kind).inc()
     return FeedbackDocument(**{name: getattr(label, name) for name in FeedbackDocument.model_fields})
 
@@ -222,14 +198,14 @@ async def images(request: Request) -> ReviewDocument:
 
     `POST /feedback` takes a label on them.
     """
-    service = service_of(request)
-    service.keys.check_feedback(request.headers)
-    seconds = wait_seconds(service.settings.deadline_seconds)
+    service = service_to("feedback", request)
     query = parse_query(_ReviewQuery, request)
-    found, models = await service.search_log(lambda log: to_review(log, query.limit, seconds=seconds))
-    return ReviewDocument(
-        images=[_image(each) for each in found], models={version: _model(each) for version, each in models.items()}
-    )
+    found, models = await service.search_log(lambda log: to_review(log, query.limit))
+    reviewed = {
+        version: ReviewedModel(task=each.task.name, classes=list(each.classes), target=each.task.number())
+        for version, each in models.items()
+    }
+    return ReviewDocument(images=[_image(each) for each in found], models=reviewed)
 
 
 @review_router.get(
@@ -240,8 +216,7 @@ async def images(request: Request) -> ReviewDocument:
 )
 async def image(request: Request, file: str) -> StreamingResponse:
     """Return one of these images, with its bytes as received."""
-    service = service_of(request)
-    service.keys.check_feedback(request.headers)
+    service = service_to("feedback", request)
     opened, size = await service.search_log(lambda log: logged_image(log, file))
     media_type = MEDIA_TYPES.get(file.rpartition(".")[2], "application/octet-stream")
     return StreamingResponse(_blocks(opened), headers={**_HEADERS, "Content-Length": str(size)}, media_type=media_type)
@@ -256,17 +231,6 @@ def _blocks(file: Any) -> Iterator[bytes]:
 def _image(found: Unreviewed) -> ImageToReview:
     row = found.row
     taken = {name: row[name] for name in ImageToReview.model_fields if name in row}
-    return ImageToReview(
-        **{
-            **taken,
-            "file": PurePosixPath(row[IMAGE_PATH]).name,
-            "model": found.model,
-            "policy": json.loads(row["policy"]),
-            "scores": found.scores,
-            "checks": dict(row["checks"] or ()),
-        }
-    )
-
-
-def _model(model: LoggedModel) -> ReviewedModel:
-    return ReviewedModel(task=model.task.name, classes=list(model.classes), target=model.task.number())
+    made = {"file": PurePosixPath(row[IMAGE_PATH]).name, "model": found.model, "scores": found.scores}
+    made |= {"policy": json.loads(row["policy"]), "checks": dict(row["checks"] or ())}
+    return ImageToReview(**(taken | made))

@@ -51,23 +51,7 @@ class RequestLimits:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        self._service.inflight += 1
-        try:
-            await self._answer(scope, receive, send)
-        finally:
-            self._service.inflight -= 1
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._service.inflight > self._max_requests and not is_probe(scope["path"]):
-            raise TooManyRequests(f"more than {self._max_requests} requests at once; try again in 1 s", retry_after=1)
-        if scope["method"] not in _WITHOUT_BODY:
-            _check_encoding(scope["headers"])
-        announced = _announced_bytes(scope["headers"])
-        if announced > self._max_bytes:
-            raise self._too_large(f"{announced} bytes" if announced != sys.maxsize else "more")
         memory, received, taken = self._service.memory, 0, 0
-        if announced > _LARGE_BYTES:  # Refused before it is read, so that bodies that are arriving find room.
-            memory.check(COPIES * announced)
 
         async def receive_counted() -> Message:
             nonlocal received, taken
@@ -82,10 +66,25 @@ class RequestLimits:
                     taken += COPIES * size
             return message
 
+        self._service.inflight += 1
         try:
+            self._check(scope)
             await self.app(scope, receive_counted, send)
         finally:
+            self._service.inflight -= 1
             memory.give(taken)
+
+    def _check(self, scope: Scope) -> None:
+        """Refuse what the head alone shows to be too much."""
+        if self._service.inflight > self._max_requests and not is_probe(scope["path"]):
+            raise TooManyRequests(f"more than {self._max_requests} requests at once; try again in 1 s", retry_after=1)
+        if scope["method"] not in _WITHOUT_BODY:
+            _check_encoding(scope["headers"])
+        announced = _announced_bytes(scope["headers"])
+        if announced > self._max_bytes:
+            raise self._too_large(f"{announced} bytes" if announced != sys.maxsize else "more")
+        if announced > _LARGE_BYTES:  # Refused before it is read, so that bodies that are arriving find room.
+            self._service.memory.check(COPIES * announced)
 
     def _too_large(self, got: str) -> BodyTooLarge:
         return BodyTooLarge(f"expected a body of at most {self._max_bytes} bytes, got {got}; send less")
@@ -132,7 +131,7 @@ class ProblemCORS(CORSMiddleware):
         detail = f"{bytes(response.body).decode()}; allow it with the setting cors_origins"
         problem = make_problem((response.status_code, "cors", "Cross-origin request refused"), detail)
         del response.headers["content-length"], response.headers["content-type"]
-        body = problem.document.model_dump_json(exclude_none=True).encode()
+        body = problem.model_dump_json(exclude_none=True).encode()
         return Response(body, response.status_code, dict(response.headers), media_type=MEDIA_TYPE)
 
 
@@ -200,17 +199,7 @@ class Telemetry:
             route = getattr(scope.get("route"), "path", "unmatched")
             service.metrics.psc_request_seconds.labels(route=route, status=str(status)).observe(seconds)
             if self._access_log:
-                _log(scope, status, seconds)
+                (address, _), path = scope.get("client") or (None, 0), shorten(scope["path"])
+                extra = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
+                logger.info("request", extra={**extra, "client": address and shorten(address)})
             current_trace.reset(token)
-
-
-def _log(scope: Scope, status: int, seconds: float) -> None:
-    client = scope.get("client")
-    extra = {
-        "method": scope["method"],
-        "path": shorten(scope["path"]),
-        "status": status,
-        "seconds": round(seconds, 6),
-        "client": shorten(client[0]) if client else None,
-    }
-    logger.info("request", extra=extra)

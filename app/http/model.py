@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 
 from app.errors import get_and_head, responses
 from app.http.body import parse_query, query_parameters
-from app.service import Service, service_of, service_to_predict
+from app.service import Service, service_of, service_to
 from psc_core.answers import BasePolicy, Document, Target
 from psc_core.bundle import TRY_FOLDER
 from psc_core.images import SUFFIXES
@@ -136,13 +136,13 @@ router = APIRouter(tags=["model"], responses=responses(401, 503))
 @get_and_head(router, "/model", summary="The default model")
 async def default_model(request: Request) -> ModelDocument:
     """Summarise the default model's manifest, thresholds and calibration."""
-    return model_document(service_to_predict(request), None)
+    return model_document(service_to("predict", request), None)
 
 
 @get_and_head(router, "/models/{name}", summary="A model by name", responses=responses(404))
 async def named_model(request: Request, name: str) -> ModelDocument:
     """Describe the named model, as `/model` does."""
-    return model_document(service_to_predict(request), name)
+    return model_document(service_to("predict", request), name)
 
 
 def model_document(service: Service, name: str | None) -> ModelDocument:
@@ -186,7 +186,7 @@ live_router = APIRouter(tags=["model"], responses=responses(401, 404, 503))
 @live_router.get("/models/{name}/live", summary="The last images of a model")
 async def live(request: Request, name: str) -> RecentDocument:
     """Summarise this process's latest answers: the fraction of out-of-distribution images, drift, and the queue."""
-    served = service_to_predict(request).registry.get(name)
+    served = service_to("predict", request).registry.get(name)
     drift = served.recorder.drift
     return RecentDocument(
         images=drift.window_images,
@@ -207,7 +207,7 @@ async def live(request: Request, name: str) -> RecentDocument:
 )
 async def examples(request: Request, name: str) -> ExamplesDocument:
     """List a model's images to try."""
-    service = service_to_predict(request)
+    service = service_to("predict", request)
     service.registry.get(name)
     return ExamplesDocument(files=sorted(example_files(service, name)))
 
@@ -215,7 +215,7 @@ async def examples(request: Request, name: str) -> ExamplesDocument:
 @live_router.get("/models/{name}/examples/{file}", summary="An image to try", response_class=FileResponse)
 async def example(request: Request, name: str, file: str) -> FileResponse:
     """Return one of these images."""
-    service = service_to_predict(request)
+    service = service_to("predict", request)
     service.registry.get(name)
     found = example_files(service, name).get(file)
     if found is None:
@@ -297,8 +297,7 @@ async def reload(request: Request) -> ReloadDocument:
 
     With several workers, the one that answers has reloaded by then; after that, all are replaced one by one.
     """
-    service = service_of(request)
-    service.keys.check_admin(request.headers)
+    service = service_to("admin", request)
     changes = await service.reload(parse_query(_ReloadQuery, request).model)
     return ReloadDocument(
         reloaded=[ReloadedModel(name=name, previous_version=before, version=now) for name, before, now in changes]

@@ -9,11 +9,11 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import create_model
 
-from app.errors import IMAGES_BODY, MalformedRequest, responses
-from app.http.body import UploadLimits, has_disconnected, parse_query, query_parameters, read_images
+from app.errors import MalformedRequest, responses
+from app.http.body import IMAGES_BODY, has_disconnected, parse_query, query_parameters, read_images
 from app.inference.batcher import RequestMode
 from app.models import Predicted, ServedModel, explain
-from app.service import service_to_predict
+from app.service import service_to
 from psc_core.answers import BasePolicy, PredictQuery
 from psc_core.tasks import TASKS
 
@@ -45,8 +45,8 @@ async def predict_with(request: Request, name: str) -> Response:
 
 
 async def _predict(request: Request, name: str | None) -> Response:
-    service = service_to_predict(request)
-    registry, settings = service.registry, service.settings
+    service = service_to("predict", request)
+    registry = service.registry
     query = parse_query(_Query, request)
     if query.map and not query.explain:
         raise MalformedRequest("a map is part of an explanation; ask for both with explain=true&map=true")
@@ -56,8 +56,7 @@ async def _predict(request: Request, name: str | None) -> Response:
     served = registry.get(name)
     policy, options = _split_query(served, query, mode)
     served.engine.check_room(mode)
-    limits = UploadLimits(settings.max_images_per_request, settings.max_fields, settings.upload_seconds)
-    images = await read_images(request, limits, service.parser)
+    images = await read_images(request, service.settings, service.parser)
     before, served = served, registry.get(name)
     if served is not before:  # A reload has swapped the model while the body arrived.
         policy, options = _split_query(served, query, mode)

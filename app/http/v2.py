@@ -26,7 +26,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,15 +36,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Va
 from starlette.types import Receive
 
 from app.errors import MalformedRequest, TooManyImages, UnknownModel, get_and_head
-from app.http.body import decode_base64, has_disconnected, load_json, parse, read_body, read_json_body
+from app.http.body import FILE_SCHEMA, decode_base64, has_disconnected, load_json, parse, read_body, read_json_body
 from app.inference.batcher import RequestMode
 from app.inference.decoder import EncodedImage
 from app.models import ServedModel
-from app.service import Service, service_of, service_to_predict
+from app.service import Service, service_of, service_to
 from psc_core import __version__
 from psc_core.answers import Alpha, Document
 from psc_core.errors import fault
-from psc_core.maps import LayerMap
 from psc_core.pipeline import MAP
 from psc_core.tasks import TASKS
 from psc_core.tasks.base import CHECKS_OUTPUT, Datatype
@@ -141,9 +140,6 @@ class InferResponse(Document):
     outputs: list[InferOutput]
 
 
-_OutputName = Literal[_NAMES]  # type: ignore[valid-type]
-
-
 class RequestModel(BaseModel):
     """The base of a request's parts; undeclared members and parameters are ignored, as the protocol demands."""
 
@@ -204,7 +200,7 @@ class OutputParameters(_TensorParameters):
 class WantedOutput(RequestModel):
     """An output that the answer should have."""
 
-    name: _OutputName
+    name: Literal[_NAMES]  # type: ignore[valid-type]
     parameters: OutputParameters = OutputParameters()
 
 
@@ -232,14 +228,6 @@ class InferRequest(RequestModel):
             raise ValueError("name each output once")
         return self
 
-    def binary_outputs(self, available: Sequence[str]) -> dict[str, bool]:
-        """Map each wanted output, or each available one, to whether it is returned as binary data."""
-        default = self.parameters.binary_data_output
-        if not self.outputs:
-            return dict.fromkeys(available, default)
-        given = {output.name: output.parameters.binary_data for output in self.outputs}
-        return {name: default if binary is None else binary for name, binary in given.items()}
-
 
 def _inline(model: type[BaseModel]) -> dict[str, Any]:
     """Return the JSON schema of a model with its references resolved."""
@@ -253,8 +241,7 @@ def _inline(model: type[BaseModel]) -> dict[str, Any]:
             return {key: resolve(item) for key, item in value.items() if key != "default"}
         return [resolve(item) for item in value] if isinstance(value, list) else value
 
-    resolved: dict[str, Any] = resolve(schema)
-    return resolved
+    return cast(dict[str, Any], resolve(schema))
 
 
 # The body of an inference request, for OpenAPI.
@@ -265,17 +252,11 @@ INFER_BODY: Final = {
     "content": {
         "application/json": {"schema": _inline(InferRequest)},
         "application/octet-stream": {
-            "schema": {
-                "type": "string",
-                "format": "binary",
-                "description": "The JSON object, then the binary data of its tensors.",
-            }
+            "schema": {**FILE_SCHEMA, "description": "The JSON object, then the binary data of its tensors."}
         },
     },
 }
-# The header with the length of the JSON object, bytes, if binary data follows it.
-HEADER: Final = "Inference-Header-Content-Length"
-# The header of the binary tensor data extension, for OpenAPI.
+HEADER: Final = "Inference-Header-Content-Length"  # of the binary tensor data extension
 INFER_PARAMETERS: Final = [
     {
         "name": HEADER,
@@ -297,6 +278,7 @@ class OutputTensor:
     datatype: Datatype
     shape: Sequence[int]
     values: npt.NDArray[Any] | Sequence[str]
+    is_binary: bool = False  # whether the request asks for binary data
 
 
 def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest, memoryview | None]:
@@ -339,15 +321,13 @@ def images_of(
     return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2) if layout == "NHWC" else pixels)
 
 
-def build_response(
-    head: Mapping[str, Any], tensors: Sequence[OutputTensor], wanted_binary: Mapping[str, bool]
-) -> tuple[bytes, int | None]:
+def build_response(head: Mapping[str, Any], tensors: Sequence[OutputTensor]) -> tuple[bytes, int | None]:
     """Return the body of a response, and the length of its JSON part if binary data follows it."""
     outputs: list[dict[str, Any]] = []
     buffers: list[bytes] = []
     for tensor in tensors:
         output: dict[str, Any] = {"name": tensor.name, "shape": tensor.shape, "datatype": tensor.datatype}
-        if wanted_binary[tensor.name]:
+        if tensor.is_binary:
             buffers.append(to_binary(tensor))
             output["parameters"] = {"binary_data_size": len(buffers[-1])}
         else:
@@ -457,16 +437,6 @@ def _bad_size(tensor: InputTensor, expected: int, got: int, unit: str) -> Malfor
     )
 
 
-@dataclass(frozen=True)
-class InferAnswer:
-    """A model's answer to the images of a request."""
-
-    served: ServedModel  # the model that answered
-    alpha: float  # the false-alarm rate behind ``is_ood``
-    tensors: list[OutputTensor]  # the wanted outputs, in order
-    as_binary: Mapping[str, bool]  # maps the name of each output to whether the request asks for binary data
-
-
 def find_model(service: Service, name: str, version: str | None) -> ServedModel:
     """Return the model of this name and, if one is given, this version."""
     served = service.registry.get(name)
@@ -484,8 +454,11 @@ async def infer_tensors(
     *,
     body: bytes,
     receive: Receive,
-) -> InferAnswer:
-    """Answer a request, whose whole body decides by its size whether its images are parsed on a thread."""
+) -> tuple[ServedModel, float, list[OutputTensor]]:
+    """Answer a request; return the model that answered, the alpha behind ``is_ood`` and the wanted outputs.
+
+    The whole body decides by its size whether its images are parsed on a thread.
+    """
     served, limit = find_model(service, name, version), service.settings.max_images_per_request
     while True:
         read = partial(images_of, wanted.inputs[0], binary, served.model.preprocess.shape, max_images=limit)
@@ -494,7 +467,11 @@ async def infer_tensors(
         if served is before:  # Or a reload has swapped the model, whose input may have another size now.
             break
     task, classes, checks = served.model.task, served.model.classes, served.model.checks
-    as_binary = wanted.binary_outputs(output_names(served))
+    # Each wanted output, or each that the model returns, and whether as binary data.
+    as_binary = dict.fromkeys(() if wanted.outputs else output_names(served), wanted.parameters.binary_data_output)
+    for asked in wanted.outputs:
+        own = asked.parameters.binary_data
+        as_binary[asked.name] = wanted.parameters.binary_data_output if own is None else own
     unknown = [output for output in as_binary if output not in task.tensors and output != MAP]
     if unknown:
         known = (*task.tensors, *([] if served.model.pipeline.map is None else [MAP]))
@@ -509,17 +486,18 @@ async def infer_tensors(
         monitor=wanted.parameters.monitor,
     )
     tensors = [
-        OutputTensor(MAP, "UINT8", list(explanation[MAP].shape), explanation[MAP])
+        OutputTensor(MAP, "UINT8", list(explanation[MAP].shape), explanation[MAP], is_binary)
         if output == MAP
         else OutputTensor(
             output,
             task.tensors[output],
             [len(outputs), *task.tensor_shape(output, classes, checks)],
             task.tensor(output, outputs, decisions, classes),
+            is_binary,
         )
-        for output in as_binary
+        for output, is_binary in as_binary.items()
     ]
-    return InferAnswer(served, policy.alpha, tensors, as_binary)
+    return served, policy.alpha, tensors
 
 
 def output_names(served: ServedModel) -> tuple[str, ...]:
@@ -537,7 +515,7 @@ repository_router = APIRouter(prefix="/v2/repository", tags=["open inference pro
 @repository_router.post("/index", summary="Models of the repository")
 async def index(request: Request) -> list[RepositoryModel]:
     """List every model, its version and whether it answers."""
-    registry = service_to_predict(request).registry
+    registry = service_to("predict", request).registry
     reasons = registry.reasons() | dict.fromkeys(registry.unloaded, "unloaded")
     versions = {served.name: served.model.version for served in registry.served}
     return [
@@ -554,8 +532,7 @@ async def index(request: Request) -> list[RepositoryModel]:
 @repository_router.post("/models/{name}/load", summary="Load a model", responses=_ERRORS)
 async def load(request: Request, name: str) -> dict[str, str]:
     """Load and warm up the model's bundle, then swap it in; a bad bundle changes nothing."""
-    service = service_of(request)
-    service.keys.check_admin(request.headers)
+    service = service_to("admin", request)
     await service.reload(name)
     return {}
 
@@ -563,8 +540,7 @@ async def load(request: Request, name: str) -> dict[str, str]:
 @repository_router.post("/models/{name}/unload", summary="Unload a model", responses=_ERRORS)
 async def unload(request: Request, name: str) -> dict[str, str]:
     """Take the model out of service; the requests that it has admitted are answered."""
-    service = service_of(request)
-    service.keys.check_admin(request.headers)
+    service = service_to("admin", request)
     if service.settings.workers > 1:
         raise MalformedRequest("a worker cannot unload a model for the others; serve with workers = 1")
     service.registry.unload(name)
@@ -572,12 +548,12 @@ async def unload(request: Request, name: str) -> dict[str, str]:
 
 
 _METADATA_ERRORS: Final = errors(401, 404, 503)
-_INFER_ERRORS: Final = errors(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504)
+_READINESS: Final = {503: {"model": ModelReadyDocument}, **errors(404)}
 _INFER: Final[Mapping[str, Any]] = {
     "response_model": InferResponse,
     "responses": {
-        200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}},
-        **_INFER_ERRORS,
+        200: {"content": {"application/octet-stream": {"schema": FILE_SCHEMA}}},
+        **errors(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504),
     },
     "openapi_extra": {"requestBody": INFER_BODY, "parameters": INFER_PARAMETERS},
 }
@@ -604,41 +580,26 @@ async def ready(request: Request, response: Response) -> ServerReadyDocument:
     return ServerReadyDocument(live=True, ready=is_ready)
 
 
-@router.get("/models/{name}", response_model=ModelMetadata, responses=_METADATA_ERRORS, summary="Model metadata")
+@router.get("/models/{name}", summary="Model metadata", responses=_METADATA_ERRORS)
 async def model_metadata(request: Request, name: str) -> ModelMetadata:
     """Describe a model's inputs and outputs; a request has one of the two inputs."""
-    return metadata_of(find_model(service_to_predict(request), name, None))
+    return metadata_of(find_model(service_to("predict", request), name, None))
 
 
-@router.get(
-    "/models/{name}/versions/{version}",
-    response_model=ModelMetadata,
-    responses=_METADATA_ERRORS,
-    summary="Metadata of a model's version",
-)
+@router.get("/models/{name}/versions/{version}", summary="Metadata of a model's version", responses=_METADATA_ERRORS)
 async def version_metadata(request: Request, name: str, version: str) -> ModelMetadata:
     """Describe a model if this version, the digest of its bundle, is in service."""
-    return metadata_of(find_model(service_to_predict(request), name, version))
+    return metadata_of(find_model(service_to("predict", request), name, version))
 
 
-@get_and_head(
-    router,
-    "/models/{name}/ready",
-    response_model=ModelReadyDocument,
-    responses={503: {"model": ModelReadyDocument}, **errors(404)},
-    summary="Model readiness",
-)
+@get_and_head(router, "/models/{name}/ready", summary="Model readiness", responses=_READINESS)
 async def model_ready(request: Request, response: Response, name: str) -> ModelReadyDocument:
     """Answer 200 if the model is ready; else 503."""
     return _readiness(request, response, name, None)
 
 
 @get_and_head(
-    router,
-    "/models/{name}/versions/{version}/ready",
-    response_model=ModelReadyDocument,
-    responses={503: {"model": ModelReadyDocument}, **errors(404)},
-    summary="Readiness of a model's version",
+    router, "/models/{name}/versions/{version}/ready", summary="Readiness of a model's version", responses=_READINESS
 )
 async def version_ready(request: Request, response: Response, name: str, version: str) -> ModelReadyDocument:
     """Answer 200 if this version of the model is ready; else 503."""
@@ -661,6 +622,10 @@ def metadata_of(served: ServedModel) -> ModelMetadata:
     """Return the description of a model's inputs and outputs."""
     model, preprocess = served.model, served.model.preprocess
     pixels = [-1, preprocess.height, preprocess.width, preprocess.channels]
+    maps = []
+    if model.pipeline.map is not None:  # The answer has the map only if the request names it.
+        grid = model.pipeline.map.grid
+        maps = [TensorMetadata(name=MAP, datatype="UINT8", shape=[-1, grid.rows, grid.columns])]
     return ModelMetadata(
         name=served.name,
         versions=[model.version],
@@ -677,15 +642,8 @@ def metadata_of(served: ServedModel) -> ModelMetadata:
             )
             for name in output_names(served)
         ]
-        + _map_outputs(model.pipeline.map),
+        + maps,
     )
-
-
-def _map_outputs(layer_map: LayerMap | None) -> list[TensorMetadata]:
-    """Describe the map, which the answer has only if the request names it."""
-    if layer_map is None:
-        return []
-    return [TensorMetadata(name=MAP, datatype="UINT8", shape=[-1, layer_map.grid.rows, layer_map.grid.columns])]
 
 
 def is_model_ready(service: Service, name: str, version: str | None) -> bool:
@@ -703,18 +661,17 @@ def _readiness(request: Request, response: Response, name: str, version: str | N
 
 
 async def _infer(request: Request, name: str, version: str | None) -> Response:
-    service = service_to_predict(request)
+    service = service_to("predict", request)
     find_model(service, name, version).engine.check_room()
     of_head = request.headers.get(HEADER)
     read = read_json_body if of_head is None else read_body
     body = await read(request, service.settings.upload_seconds)
     wanted, binary = await parse(service.parser, body, parse_request, body, of_head)
-    answer = await infer_tensors(service, name, version, wanted, binary, body=body, receive=request.receive)
-    head: dict[str, Any] = {"model_name": answer.served.name, "model_version": answer.served.model.version}
-    head["parameters"] = {"alpha": answer.alpha}
-    if wanted.id is not None:
-        head["id"] = wanted.id
-    document, length = build_response(head, answer.tensors, answer.as_binary)
+    served, alpha, tensors = await infer_tensors(
+        service, name, version, wanted, binary, body=body, receive=request.receive
+    )
+    head = {"model_name": served.name, "model_version": served.model.version, "parameters": {"alpha": alpha}}
+    document, length = build_response(head if wanted.id is None else head | {"id": wanted.id}, tensors)
     if length is None:
         return Response(document, media_type="application/json")
     return Response(document, media_type="application/octet-stream", headers={HEADER: str(length)})

@@ -38,7 +38,7 @@ import enum
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -248,7 +248,8 @@ class Batcher:
         self.max_delay_s = max_delay_s  # the longest time that a batch waits to fill, seconds; 0 sends it at once
         self._shares_cores = shares_cores  # whether the step computes on the cores that decode images
         self._quantum = max(1, max_batch // 8)
-        self._rings: dict[RequestMode, _Ring] = {}
+        # The ring of a mode begins with the first request of that mode.
+        self._rings = defaultdict[RequestMode, _Ring](lambda: _Ring(BatchTimes(max_batch)))
         self._live: OrderedDict[QueuedRequest, None] = OrderedDict()
         self.finished: list[QueuedRequest] = []  # the finished requests that :meth:`collect` has not handed out yet
         self._closed = ""
@@ -287,7 +288,7 @@ class Batcher:
         self.check(count, now=now, deadline=deadline, mode=mode)
         request = QueuedRequest(count, now, deadline, now + _WAIT_FRACTION * (deadline - now), mode, waiter)
         self._live[request] = None
-        ring = self._ring(mode)
+        ring = self._rings[mode]
         ring.n_coming += 1
         ring.n_pending += count
         return request
@@ -345,12 +346,8 @@ class Batcher:
 
     def due_in(self, now: float) -> float | None:
         """Return the seconds until :meth:`take` returns a batch: 0 for now, None until another request is put."""
-        soonest = None
-        for ring in self._rings.values():
-            wait = self._due_in(ring, now)
-            if wait is not None and (soonest is None or wait < soonest):
-                soonest = wait
-        return soonest
+        waits = [self._due_in(ring, now) for ring in self._rings.values()]
+        return min([wait for wait in waits if wait is not None], default=None)
 
     def take(self, now: float, *, full: bool = False, patient: bool = True) -> DeviceBatch | None:
         """Return the next batch, or None if none is due.
@@ -400,19 +397,13 @@ class Batcher:
         seconds = sum(ring.times.total(ring.n_pending) for ring in self._rings.values())
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))
 
-    def _ring(self, mode: RequestMode) -> _Ring:
-        """Return the ring of a mode, which begins with the first request of that mode."""
-        if (ring := self._rings.get(mode)) is None:
-            ring = self._rings[mode] = _Ring(BatchTimes(self.max_batch))
-        return ring
-
     def _images_before(self, count: int, mode: RequestMode) -> dict[RequestMode, int]:
         """Return how many images of each mode are taken before a new request has its first turn.
 
         A request of at most one turn waits for one turn of each request of its mode; a larger one for all their images.
         As the modes take turns, at most one batch of each other mode goes before each batch of its own.
         """
-        ring = self._ring(mode)
+        ring = self._rings[mode]
         turns = (ring.n_coming + len(ring.requests)) * self._quantum
         same = min(ring.n_pending, turns) if count <= self._quantum else ring.n_pending
         others = (same // self.max_batch + 1) * self.max_batch
@@ -477,7 +468,7 @@ class RequestQueue:
         self._batcher = batcher  # the state machine; nobody else may touch it
         self._deliver = deliver  # called with the requests that have just finished, on the thread that finished them
         self._condition = threading.Condition(threading.Lock())
-        self._stopped = False
+        self.stopped = False  # whether :meth:`stop` was called
         self._wakes_at = -math.inf
 
     def __enter__(self) -> Batcher:
@@ -508,7 +499,7 @@ class RequestQueue:
             with self as batcher:
                 now = time.monotonic()
                 batch = batcher.take(now, full=full, patient=block)
-                if batch is not None or not block or self._stopped:
+                if batch is not None or not block or self.stopped:
                     return batch
                 if not batcher.finished:  # Otherwise take() has expired requests, to be delivered before we wait.
                     due_in = batcher.due_in(now)
@@ -519,10 +510,5 @@ class RequestQueue:
     def stop(self) -> None:
         """Make :meth:`take` return at once, now if it is blocked and from now on."""
         with self._condition:
-            self._stopped = True
+            self.stopped = True
             self._condition.notify_all()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether :meth:`stop` was called."""
-        return self._stopped

@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
@@ -22,13 +23,13 @@ import numpy.typing as npt
 from app.errors import ImageRefused, TooManyPixels
 from app.inference.batcher import Images
 from app.memory import MemoryBudget
+from app.settings import Settings
 from psc_core.errors import ImageError, ImageTooLarge
 from psc_core.images.decode import open_image
 from psc_core.images.preprocess import Preprocess
 
 _MAX_INLINE_PIXELS: Final = 128 * 128  # the most pixels that are decoded sooner than they are handed to a thread
-# The time that a chunk decodes before others get a turn; requeueing it costs a hundredth of that.
-TURN_SECONDS: Final = 0.002
+TURN_SECONDS: Final = 0.002  # the time after which another chunk gets a turn, which costs a hundredth of that
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,33 +44,19 @@ class Decoder:
     """Decodes the images of one request into one array."""
 
     def __init__(
-        self,
-        pool: ThreadPoolExecutor,
-        memory: MemoryBudget,
-        *,
-        threads: int,
-        preprocess: Preprocess,
-        max_pixels: int,
-        max_request_pixels: int,
-        inline_bytes: int,
+        self, pool: ThreadPoolExecutor, memory: MemoryBudget, preprocess: Preprocess, settings: Settings
     ) -> None:
         self._pool = pool  # the threads that decode every request that is not tiny
         self.memory = memory
-        self._threads = threads  # the number of threads in the pool; a request is cut into at most as many chunks
         self._preprocess = preprocess  # the host's part of the preprocessing; thread-safe
-        self._max_pixels = max_pixels
-        self._max_request_pixels = max_request_pixels
-        self._inline_bytes = inline_bytes  # the largest request that may be decoded at once, bytes
-
-    def size_of(self, count: int) -> int:
-        """Return the size of ``count`` decoded images, bytes."""
-        return count * math.prod(self._preprocess.shape)
+        self.image_bytes = math.prod(preprocess.shape)  # the size of a decoded image
+        self._settings = settings
 
     def decode_now(self, images: Sequence[EncodedImage]) -> npt.NDArray[np.uint8] | None:
         """Decode images if that takes no longer than handing them to a thread; else return None."""
-        if sum(len(image.data) for image in images) > self._inline_bytes:
+        if sum(len(image.data) for image in images) > self._settings.inline_decode_bytes:
             return None
-        limit = min(_MAX_INLINE_PIXELS // len(images), self._max_pixels)
+        limit = min(_MAX_INLINE_PIXELS // len(images), self._settings.max_pixels)
         decoded = []
         for index, image in enumerate(images):
             try:
@@ -92,19 +79,20 @@ class Decoder:
         ``on_done`` is called once, on a pool thread, with the images and the error of the first bad one, or None.
         """
         decoded = np.empty((len(images), *self._preprocess.shape), np.uint8)
-        chunks = min(self._threads, len(images))
-        progress = _Progress(chunks, self._max_request_pixels, lambda error: on_done(decoded, error))
-        bounds = [len(images) * chunk // chunks for chunk in range(chunks + 1)]
+        settings, chunks = self._settings, min(self._settings.decoders, len(images))
+        progress = _Progress(chunks, settings.max_pixels_per_request, lambda error: on_done(decoded, error))
 
         def run(start: int, stop: int) -> None:
             turn_ends = perf_counter() + TURN_SECONDS
             for index in range(start, stop):
-                if index > start and perf_counter() >= turn_ends and self._requeue(run, index, stop):
-                    return
+                if index > start and perf_counter() >= turn_ends:
+                    with suppress(RuntimeError):  # The pool is closed, so this thread decodes the rest.
+                        self._pool.submit(run, index, stop)
+                        return
                 if not is_wanted() or progress.has_too_many:
                     break
                 try:
-                    image = open_image(images[index].data, max_pixels=self._max_pixels)
+                    image = open_image(images[index].data, max_pixels=settings.max_pixels)
                     progress.add(image.cost)
                     with self.memory.decoding(image.cost):
                         decoded[index] = self._preprocess.from_file(image)
@@ -116,16 +104,8 @@ class Decoder:
                     break
             progress.chunk_done()
 
-        for start, stop in pairwise(bounds):
+        for start, stop in pairwise(len(images) * chunk // chunks for chunk in range(chunks + 1)):
             self._pool.submit(run, start, stop)
-
-    def _requeue(self, run: Callable[[int, int], None], start: int, stop: int) -> bool:
-        """Put the rest of a chunk at the end of the pool's queue; return False if the pool is closed."""
-        try:
-            self._pool.submit(run, start, stop)
-        except RuntimeError:
-            return False
-        return True
 
 
 class _Progress:

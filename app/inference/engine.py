@@ -83,7 +83,7 @@ class Engine:
 
     async def start(self) -> None:
         """Warm up every batch shape, and return when the engine is ready."""
-        self._worker.start()
+        self._worker.thread.start()
         await self._started
 
     def check_room(self, mode: RequestMode = RequestMode.PREDICT) -> None:
@@ -105,7 +105,7 @@ class Engine:
         ``disconnected`` is called now and then; once it returns True, the client has left, and its images are dropped.
         """
         self._check_warm()
-        size = self._decoder.size_of(len(images))
+        size = len(images) * self._decoder.image_bytes
         self._decoder.memory.take(size)
         try:
             return await self._predict(images, disconnected, mode)
@@ -235,7 +235,7 @@ class Engine:
         self._queue.stop()
         end = time.monotonic() + min(5.0, max(0.1, end - time.monotonic()))
         # Polled and not joined: the join would need a thread, and if the device hangs, that thread keeps this model.
-        while (self._worker.alive or self._waiting) and time.monotonic() < end:
+        while (self._worker.thread.is_alive() or self._waiting) and time.monotonic() < end:
             await asyncio.sleep(0.01)
         if self.phase is not Phase.FAILED:
             self.phase = Phase.CLOSED

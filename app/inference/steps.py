@@ -16,11 +16,10 @@ import re
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -77,8 +76,12 @@ def choose_backend(
     if len(pipelines) <= 1:
         return next(iter(pipelines.items()), ("folded", model.pipeline))
     images = torch.zeros((max_batch, *model.preprocess.shape), dtype=torch.uint8)
-    with _torch_threads(threads):
+    before_measuring = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
         seconds = measure(pipelines, [images[:size] for size in sorted({1, min(8, max_batch), max_batch})])
+    finally:
+        torch.set_num_threads(before_measuring)
     chosen = fastest(seconds, "plain")
     milliseconds = {name: [round(1e3 * median(rounds), 2) for rounds in times] for name, times in seconds.items()}
     logger.info("backend chosen", extra={"backend": chosen, "milliseconds": milliseconds})
@@ -148,16 +151,6 @@ def fastest(seconds: Mapping[Name, Sequence[Seconds]], baseline: Name) -> Name:
     return min(filter(is_eligible, seconds), key=product)
 
 
-@contextmanager
-def _torch_threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class TorchThreads(NamedTuple):
     """The numbers of threads that PyTorch uses on a CPU."""
 
@@ -165,60 +158,9 @@ class TorchThreads(NamedTuple):
     quick: int  # the number of threads of a network that is quick enough for the event loop
 
 
-class Step(Protocol):
-    """A way to compute batches."""
-
-    slots: int  # the number of batches that may be launched and not yet fetched
-
-    def input(self, slot: int) -> Images:
-        """Return the slot's host buffer (max_batch, C, H, W), which :meth:`launch` sends to the device."""
-
-    def warm_up(self, is_wanted: Callable[[], bool] = ...) -> bool:
-        """Run every shape once, so that no request pays for compilation or capture.
-
-        Returns:
-            Whether the step is quick: a full batch takes less time on one thread than handing it to another.
-        """
-
-    def launch(self, slot: int, count: int) -> None:
-        """Start to compute the first ``count`` images of the slot's buffer."""
-
-    def done(self, slot: int) -> bool:
-        """Return whether :meth:`fetch` would return without waiting."""
-
-    def fetch(self, slot: int, count: int) -> FloatArray:
-        """Wait for a launched batch and return its outputs, which the caller owns; device errors surface here."""
-
-    def explain(self, images: Images, mode: RequestMode) -> Result:
-        """Compute outputs with maps, explanations or both, as the mode asks, without a slot."""
-
-    def release_memory(self) -> None:
-        """Return cached device memory to the device after an allocation has failed."""
-
-
-class CompiledNetwork:
-    """A network whose forward pass is compiled, with one graph per shape; explanations are not compiled.
-
-    PyTorch compiles only a few shapes unless the process allows more (:func:`app.main.allow_compiled_shapes`).
-    """
-
-    def __init__(self, network: Pipeline) -> None:
-        keep_from_compiler(network)
-        self._forward = torch.compile(network, dynamic=False)
-        self.explain = network.explain
-        self.forward_with_map = network.forward_with_map
-
-    def __call__(self, images: Tensor, /) -> Tensor:
-        outputs: Tensor = self._forward(images)
-        return outputs
-
-
 def buckets_to(max_batch: int) -> tuple[int, ...]:
     """Return the batch sizes to warm up: 1, 2, 4, … below ``max_batch``, then ``max_batch``."""
-    sizes = [1]
-    while sizes[-1] * 2 < max_batch:
-        sizes.append(sizes[-1] * 2)
-    return (*sizes, max_batch) if max_batch > 1 else (1,)
+    return (*(1 << power for power in range((max_batch - 1).bit_length())), max_batch)
 
 
 def bucket_of(buckets: tuple[int, ...], count: int) -> int:
@@ -226,7 +168,7 @@ def bucket_of(buckets: tuple[int, ...], count: int) -> int:
     return next(size for size in buckets if size >= count)
 
 
-def explain(network: Pipeline | CompiledNetwork, images: Tensor, mode: RequestMode) -> Result:
+def explain(network: Pipeline, images: Tensor, mode: RequestMode) -> Result:
     """Compute the outputs of a batch on the network's device, with maps, explanations or both, as the mode asks."""
     if mode is RequestMode.MAP:
         packed, grey = network.forward_with_map(images)
@@ -267,11 +209,11 @@ QUICK_SECONDS: Final = 2e-3
 class EagerStep:
     """A step that runs the network when its outputs are fetched; with ``fixed_shapes``, it pads batches to buckets."""
 
-    slots = 1
+    slots = 1  # the number of batches that may be launched and not yet fetched
 
     def __init__(
         self,
-        network: Pipeline | CompiledNetwork,
+        network: Pipeline,
         shape: tuple[int, int, int],
         *,
         max_batch: int,
@@ -288,9 +230,14 @@ class EagerStep:
         self._threads, self._quick_threads = threads or TorchThreads(torch.get_num_threads(), 1)
 
     def input(self, slot: int) -> Images:
+        """Return the slot's host buffer (max_batch, C, H, W), which :meth:`launch` sends to the device."""
         return self._buffer
 
     def warm_up(self, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+        """Run every shape once, so that no request pays for compilation or capture.
+
+        Return whether the step is quick: a full batch takes less time on one thread than handing it to another.
+        """
         for count in self._buckets:
             if not is_wanted():
                 return False
@@ -311,13 +258,15 @@ class EagerStep:
         return min(seconds) < QUICK_SECONDS
 
     def launch(self, slot: int, count: int) -> None:
-        pass
+        """Start to compute the first ``count`` images of the slot's buffer."""
 
     def done(self, slot: int) -> bool:
+        """Return whether :meth:`fetch` would return without waiting."""
         return True
 
     @torch.inference_mode()
     def fetch(self, slot: int, count: int) -> FloatArray:
+        """Wait for a launched batch and return its outputs, which the caller owns; device errors surface here."""
         size = bucket_of(self._buckets, count) if self._fixed_shapes else count
         # PyTorch keeps this number for each calling thread, and warm-up may have run on another one.
         if torch.get_num_threads() != self._threads:
@@ -327,9 +276,11 @@ class EagerStep:
 
     @torch.inference_mode()
     def explain(self, images: Images, mode: RequestMode) -> Result:
+        """Compute outputs with maps, explanations or both, as the mode asks, without a slot."""
         return explain(self._network, torch.from_numpy(images).to(self._device), mode)
 
     def release_memory(self) -> None:
+        """Return cached device memory to the device after an allocation has failed."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -343,14 +294,12 @@ class GraphStep:
     """A step that replays captured CUDA graphs, one per bucket; batches are padded, and nothing is allocated.
 
     A batch is one copy from the slot's pinned host buffer to the device, one replay and one copy back.  The host may
-    fill and launch the next slot while the device works on this one.
+    fill and launch the next slot while the device works on this one.  The methods are those of :class:`EagerStep`.
     """
 
     slots = 2
 
-    def __init__(
-        self, network: Pipeline | CompiledNetwork, shape: tuple[int, int, int], *, max_batch: int, device: torch.device
-    ) -> None:
+    def __init__(self, network: Pipeline, shape: tuple[int, int, int], *, max_batch: int, device: torch.device) -> None:
         self._network = network
         self._buckets = buckets_to(max_batch)
         self._host_images = [torch.zeros((max_batch, *shape), dtype=torch.uint8).pin_memory() for _ in range(2)]
@@ -415,6 +364,9 @@ class GraphStep:
         torch.cuda.empty_cache()
 
 
+Step = EagerStep | GraphStep  # a way to compute batches
+
+
 def make_step(
     network: Pipeline,
     shape: tuple[int, int, int],
@@ -424,8 +376,11 @@ def make_step(
     compiled: bool = False,
     threads: TorchThreads | None = None,
 ) -> Step:
-    """Return the fastest step for ``device``."""
-    run = CompiledNetwork(network) if compiled else network
+    """Return the fastest step for ``device``; if compiled, the forward pass has a graph per shape."""
+    run = network
+    if compiled:  # Only a few shapes unless the process allows more (:func:`app.main.allow_compiled_shapes`).
+        keep_from_compiler(network)
+        run = cast(Pipeline, torch.compile(network, dynamic=False))
     # A network that is not traced may let the host decide how to go on, which a captured graph cannot.
     if device.type == "cuda" and network.is_traced:
         return GraphStep(run, shape, max_batch=max_batch, device=device)

@@ -65,16 +65,7 @@ class DeviceWorker:
         self._on_ready = on_ready  # this and the next are called on the thread that computes
         self._on_failed = on_failed
         # A daemon thread, because a device that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Warm up, then serve until the queue is stopped."""
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread is running."""
-        return self._thread.is_alive()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def run_due(self) -> None:
         """Compute every batch that is due on the calling thread; only for an inline worker."""
@@ -88,6 +79,7 @@ class DeviceWorker:
             self._end("the compute device failed", error)
 
     def _run(self) -> None:
+        """Warm up, then serve until the queue is stopped."""
         try:
             self.inline = self._step.warm_up(lambda: not self._queue.stopped) and self._may_run_inline
             if self._queue.stopped:  # Nobody waits any more.

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from app.inference.decoder import EncodedImage
-from app.log import ROW_BYTES, LogPruner, OpenRows, Sampling, Source, Waiting, day_of, number_of
+from app.log import ROW_BYTES, LogPruner, ModelLog, OpenRows, Sampling, Waiting, day_of, number_of
 from app.settings import load_settings
 from psc_core.answers import CLASSIFICATION_SCORES, Target
 from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
@@ -83,7 +83,7 @@ async def test_replaced_models_are_forgotten(tmp_path: Path) -> None:
     async with running(log=str(tmp_path), log_flush_seconds=0.05, log_sample=0, admin_keys="root") as app:
         log = app.service.registry.get().log
         assert log is not None
-        source = weakref.ref(log.source)
+        source = weakref.ref(log)
         del log
         await send(app, 0)
         await until_counted(app, (1, 0, 0, 0))
@@ -259,7 +259,7 @@ def request(sampling: Sampling, model: FakeModel | None = None, *, is_monitored:
     images = torch.stack([torch.from_numpy(pixels(value))[None] for value in VALUES])
     outputs = model.outputs(model.pipeline(images).numpy())
     decisions = model.calibration.decide(outputs, model.policy)
-    source = Source("m", LoggedModel(model.version, model.task, model.classes), sampling)
+    source = ModelLog(None, "m", LoggedModel(model.version, model.task, model.classes), sampling)
     files = [EncodedImage(png(value)) for value in VALUES]
     return Waiting(source, NOON, "r", files, outputs, decisions, model.policy, is_monitored, 100)
 

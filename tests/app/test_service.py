@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,7 +66,16 @@ async def test_a_slash_too_many_is_not_redirected() -> None:
         assert (await app.client.get("/model/")).status_code == 404
 
 
-KEYS = ApiKeys.of(predict=["predict-one", "predict-two"], admin=["admin-one"])
+def keys_of(**settings: object) -> ApiKeys:
+    names = [f"{role}_keys{suffix}" for role in ("api", "admin", "feedback") for suffix in ("", "_file")]
+    return ApiKeys.of(SimpleNamespace(**{name: None if name.endswith("file") else () for name in names} | settings))
+
+
+def keys(*, predict: Iterable[str] = (), admin: Iterable[str] = ()) -> ApiKeys:
+    return keys_of(api_keys=[SecretStr(key) for key in predict], admin_keys=[SecretStr(key) for key in admin])
+
+
+KEYS = keys(predict=["predict-one", "predict-two"], admin=["admin-one"])
 
 
 def sent(**headers: str) -> Headers:
@@ -75,15 +85,15 @@ def sent(**headers: str) -> Headers:
 
 @pytest.mark.parametrize("key", ["predict-one", "predict-two", "admin-one"])
 def test_each_key_predicts_in_either_header(key: str) -> None:
-    KEYS.check_predict(sent(x_api_key=key))
-    KEYS.check_predict(sent(authorization=f"Bearer {key}"))
-    KEYS.check_predict(sent(authorization=f"bearer  {key} "))
+    KEYS.check("predict", sent(x_api_key=key))
+    KEYS.check("predict", sent(authorization=f"Bearer {key}"))
+    KEYS.check("predict", sent(authorization=f"bearer  {key} "))
 
 
 def test_only_admin_keys_administer() -> None:
-    KEYS.check_admin(sent(x_api_key="admin-one"))
+    KEYS.check("admin", sent(x_api_key="admin-one"))
     with pytest.raises(Unauthorized):
-        KEYS.check_admin(sent(x_api_key="predict-one"))
+        KEYS.check("admin", sent(x_api_key="predict-one"))
 
 
 @pytest.mark.parametrize("role", ["predict", "admin"])
@@ -97,41 +107,34 @@ def test_only_admin_keys_administer() -> None:
 )
 def test_everything_else_is_unauthorized(role: str, headers: dict[str, str]) -> None:
     with pytest.raises(Unauthorized) as caught:
-        getattr(KEYS, f"check_{role}")(sent(**headers))
-    problem = problem_of(caught.value)
-    assert problem.document.status == 401
-    assert problem.headers["www-authenticate"].startswith("Bearer")
-    assert "predict-one" not in problem.document.detail
+        KEYS.check(role, sent(**headers))
+    problem, headers = problem_of(caught.value)
+    assert problem.status == 401
+    assert headers["www-authenticate"].startswith("Bearer")
+    assert "predict-one" not in problem.detail
 
 
 def test_without_keys_prediction_is_open_whatever_is_sent() -> None:
-    for keys in (ApiKeys.of(), ApiKeys.of(admin=["admin-one"])):
-        assert not keys.predict
-        keys.check_predict(sent())
-        keys.check_predict(sent(x_api_key="anything"))
+    for none in (keys(), keys(admin=["admin-one"])):
+        assert not none.predict
+        none.check("predict", sent())
+        none.check("predict", sent(x_api_key="anything"))
 
 
 def test_without_admin_keys_nobody_administers() -> None:
     with pytest.raises(Forbidden, match="PSC_ADMIN_KEYS"):
-        ApiKeys.of(predict=["predict-one"]).check_admin(sent(x_api_key="predict-one"))
-
-
-def keys_of(**settings: object) -> ApiKeys:
-    names = [f"{role}_keys{suffix}" for role in ("api", "admin", "feedback") for suffix in ("", "_file")]
-    return ApiKeys.from_settings(
-        SimpleNamespace(**{name: None if name.endswith("file") else () for name in names} | settings)
-    )
+        keys(predict=["predict-one"]).check("admin", sent(x_api_key="predict-one"))
 
 
 def test_keys_come_from_settings_and_files(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# our keys\n\n from-file \nsecond\n", encoding="utf-8")
-    keys = keys_of(api_keys=(SecretStr("from-environment"),), api_keys_file=file)
-    assert len(keys.predict) == 3 and not keys.admin
+    found = keys_of(api_keys=(SecretStr("from-environment"),), api_keys_file=file)
+    assert len(found.predict) == 3 and not found.admin
     for key in ("from-file", "second", "from-environment"):
-        keys.check_predict(sent(x_api_key=key))
+        found.check("predict", sent(x_api_key=key))
     with pytest.raises(Unauthorized):
-        keys.check_predict(sent(x_api_key="# our keys"))
+        found.check("predict", sent(x_api_key="# our keys"))
 
 
 @pytest.mark.parametrize("content", ["", "# only a comment\n\n", "two words\n", "schlüssel\n", None])
@@ -147,6 +150,6 @@ def test_unusable_key_files_are_refused_without_showing_keys(tmp_path: Path, con
 def test_keys_are_never_shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with pytest.raises(Unauthorized):
-        KEYS.check_predict(sent(x_api_key="guess-that-must-not-be-logged"))
+        KEYS.check("predict", sent(x_api_key="guess-that-must-not-be-logged"))
     assert "guess" not in caplog.text
     assert "predict-one" not in f"{KEYS} {vars(KEYS)}"

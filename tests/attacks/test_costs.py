@@ -22,8 +22,9 @@ from starlette.requests import Request
 pytest.importorskip("grpc", reason="the gRPC extra is not installed")
 
 from app.grpc import parse_message, tensor_of
-from app.http.body import UploadLimits, read_images
+from app.http.body import read_images
 from app.http.v2 import images_of, parse_request
+from app.settings import load_settings
 from psc_core.errors import PSCError
 from tests.conftest import ROOT
 from tools.attack_grpc import PARAMETER
@@ -39,7 +40,7 @@ LONGEST: Final = 1 << 16
 """Bytes of the longest body; at this length a cost by the square is far above the line."""
 
 PARSER: Final = ThreadPoolExecutor(1)
-LIMITS: Final = UploadLimits(max_images=512, max_fields=1024, seconds=1000.0)
+LIMITS: Final = load_settings({"max_images_per_request": 512, "max_fields": 1024, "upload_seconds": 1000.0})
 SHAPE: Final = (1, 8, 8)
 
 
@@ -64,20 +65,20 @@ def http(media: bytes) -> Callable[[bytes], Any]:
 
 def rest(body: bytes) -> Any:
     request, binary = parse_request(body, None)
-    return images_of(request.inputs[0], binary, SHAPE, max_images=LIMITS.max_images)
+    return images_of(request.inputs[0], binary, SHAPE, max_images=LIMITS.max_images_per_request)
 
 
 def rest_binary(body: bytes) -> Any:
     inputs = b'[{"name":"encoded_images","datatype":"BYTES","shape":[512],"parameters":{"binary_data_size":%d}}]'
     head = b'{"inputs":%s}' % (inputs % len(body))
     request, binary = parse_request(head + body, str(len(head)))
-    return images_of(request.inputs[0], binary, SHAPE, max_images=LIMITS.max_images)
+    return images_of(request.inputs[0], binary, SHAPE, max_images=LIMITS.max_images_per_request)
 
 
 def call(body: bytes) -> Any:
     message = parse_message(body, "ModelInfer")
     request, binary = tensor_of(message)
-    return message, images_of(request.inputs[0], binary, SHAPE, max_images=LIMITS.max_images)
+    return message, images_of(request.inputs[0], binary, SHAPE, max_images=LIMITS.max_images_per_request)
 
 
 V2: Final = b'{"inputs":[{"name":"images","datatype":"UINT8","shape":[1,8,8,1],"data":['

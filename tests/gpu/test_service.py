@@ -24,7 +24,7 @@ from app.inference.engine import Engine
 from app.inference.steps import EagerStep, Step, make_step
 from app.main import allow_compiled_shapes, create_app
 from app.memory import MemoryBudget
-from app.settings import Settings
+from app.settings import Settings, load_settings
 from benchmarks.serving.inputs import digits as encoded_digits
 from psc_core import PRESETS, PSC, open_dataset
 from psc_core.cli.fit import main as psc_fit
@@ -193,12 +193,13 @@ def test_a_batch_too_large_for_the_memory_runs_in_halves() -> None:
     step = EagerStep(hungry, preprocess.shape, max_batch=8, device=DEVICE)  # type: ignore[arg-type]
     step.warm_up = lambda *_: False  # type: ignore[method-assign]
     images = np.stack([np.full(preprocess.shape, value, np.uint8) for value in range(8)])
-    limits: dict[str, int] = {"max_pixels": 10_000, "max_request_pixels": 1 << 20, "inline_bytes": 1 << 20}
+    limits = {"max_pixels": 10_000, "max_pixels_per_request": 1 << 20, "inline_decode_bytes": 1 << 20}
+    settings = load_settings({"decode_threads": 1, **limits})
 
     async def run() -> Any:
         with ThreadPoolExecutor(1) as pool:
             budget = MemoryBudget(1 << 30, 1 << 40, max_pixels=10_000)
-            decoder = Decoder(pool, budget, threads=1, preprocess=preprocess, **limits)
+            decoder = Decoder(pool, budget, preprocess, settings)
             batcher = Batcher(max_batch=8, max_queue_images=64, max_delay_s=0.0)
             engine = Engine("hungry", step, decoder, batcher=batcher, recorder=Metrics(), deadline_s=50.0)
             await engine.start()

@@ -12,10 +12,11 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from app.errors import MalformedRequest, TooManyImages
-from app.http.body import UploadLimits, read_images
+from app.http.body import read_images
 from app.inference.decoder import EncodedImage
+from app.settings import load_settings
 
-LIMITS: Final = UploadLimits(max_images=4, max_fields=8, seconds=1000.0)
+LIMITS: Final = load_settings({"max_images_per_request": 4, "max_fields": 8, "upload_seconds": 1000.0})
 HEADERS: Final = [(b"content-type", b"multipart/form-data; boundary=b")]
 
 SEEDS: Final = [
@@ -50,5 +51,5 @@ async def _read(pieces: list[bytes]) -> list[EncodedImage] | type[Exception]:
         images = await read_images(Request({"type": "http", "headers": HEADERS}, receive), LIMITS, _parser)
     except (MalformedRequest, TooManyImages) as error:
         return type(error)
-    assert 0 < len(images) <= LIMITS.max_images
+    assert 0 < len(images) <= LIMITS.max_images_per_request
     return images

@@ -8,6 +8,7 @@ import contextlib
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -570,6 +571,10 @@ REQUEST = METHODS["ModelInfer"][0]
 TENSOR = {"name": "images", "datatype": "UINT8", "shape": [1, 8, 8, 1]}
 
 
+def check_message(body: bytes) -> None:
+    check_counts(memoryview(body), REQUEST.DESCRIPTOR, Counter())
+
+
 @pytest.mark.parametrize(
     "field",
     [
@@ -578,9 +583,9 @@ TENSOR = {"name": "images", "datatype": "UINT8", "shape": [1, 8, 8, 1]}
     ],
 )
 def test_a_field_occurs_so_often_at_most(field: bytes) -> None:
-    check_counts(field * MAX_OCCURRENCES, REQUEST)
+    check_message(field * MAX_OCCURRENCES)
     with pytest.raises(MalformedRequest):
-        check_counts(field * (MAX_OCCURRENCES + 1), REQUEST)
+        check_message(field * (MAX_OCCURRENCES + 1))
 
 
 @pytest.mark.parametrize(
@@ -594,28 +599,28 @@ def test_a_field_occurs_so_often_at_most(field: bytes) -> None:
 )
 def test_fields_of_an_input_are_counted(members: dict[str, Any]) -> None:
     with pytest.raises(MalformedRequest):
-        check_counts(REQUEST(inputs=[TENSOR | members]).SerializeToString(), REQUEST)
+        check_message(REQUEST(inputs=[TENSOR | members]).SerializeToString())
 
 
 def test_those_of_all_inputs_are_counted_together() -> None:
     half = TENSOR | {"shape": [1] * (MAX_OCCURRENCES // 2 + 1)}
-    check_counts(REQUEST(inputs=[half]).SerializeToString(), REQUEST)
+    check_message(REQUEST(inputs=[half]).SerializeToString())
     with pytest.raises(MalformedRequest, match="shape"):
-        check_counts(REQUEST(inputs=[half, half]).SerializeToString(), REQUEST)
+        check_message(REQUEST(inputs=[half, half]).SerializeToString())
 
 
 def test_pixels_and_files_may_be_many() -> None:
     pixels = TENSOR | {"contents": {"uint_contents": [255] * 100_000}}
     files = TENSOR | {"contents": {"bytes_contents": [b"x"] * 2000}}
-    check_counts(REQUEST(inputs=[pixels, files]).SerializeToString(), REQUEST)
+    check_message(REQUEST(inputs=[pixels, files]).SerializeToString())
 
 
 def test_packed_pixels_are_counted_by_their_bytes() -> None:
     most = HIGHER["inference.InferTensorContents.uint_contents"]
-    check_counts(REQUEST(inputs=[TENSOR | {"contents": {"uint_contents": [1] * most}}]).SerializeToString(), REQUEST)
+    check_message(REQUEST(inputs=[TENSOR | {"contents": {"uint_contents": [1] * most}}]).SerializeToString())
     body = REQUEST(inputs=[TENSOR | {"contents": {"uint_contents": [255] * most}}]).SerializeToString()
     with pytest.raises(MalformedRequest):
-        check_counts(body, REQUEST)
+        check_message(body)
 
 
 def test_pixels_one_by_one_are_few() -> None:
@@ -625,7 +630,7 @@ def test_pixels_one_by_one_are_few() -> None:
         body = b"\x2a" + varint(len(tensor)) + tensor
         assert len(REQUEST.FromString(body).inputs[0].contents.uint_contents) == count
         with pytest.raises(MalformedRequest) if refused else contextlib.nullcontext():
-            check_counts(body, REQUEST)
+            check_message(body)
 
 
 def varint(number: int) -> bytes:
@@ -634,7 +639,7 @@ def varint(number: int) -> bytes:
 
 def test_groups_are_refused() -> None:
     with pytest.raises(MalformedRequest):
-        check_counts(b"\x7b\x7c", REQUEST)
+        check_message(b"\x7b\x7c")
 
 
 @given(
@@ -653,7 +658,7 @@ def test_no_field_is_missed_that_the_parser_finds(body: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("app.grpc.MAX_OCCURRENCES", max(found.values()) - 1)
         with pytest.raises(MalformedRequest):
-            check_counts(body, REQUEST)
+            check_message(body)
 
 
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]

@@ -17,7 +17,6 @@ from app.errors import ClientGone, MalformedRequest, SlowUpload, TooManyImages, 
 from app.http.body import (
     MAX_CONTAINERS,
     MAX_VALUES,
-    UploadLimits,
     has_disconnected,
     has_more,
     load_json,
@@ -26,11 +25,12 @@ from app.http.body import (
 )
 from app.http.v2 import parse_request
 from app.inference.decoder import EncodedImage
+from app.settings import Settings, load_settings
 
 pytestmark = pytest.mark.anyio
 
 
-LIMITS = UploadLimits(max_images=10, max_fields=20, seconds=5.0)
+LIMITS = load_settings({"max_images_per_request": 10, "max_fields": 20, "upload_seconds": 5.0})
 BOUNDARY = "----psc"
 
 
@@ -49,7 +49,7 @@ def read(
     *,
     disconnect: bool = False,
     wait: bool = False,
-    limits: UploadLimits = LIMITS,
+    limits: Settings = LIMITS,
 ) -> list[EncodedImage]:
     """The images of a body that arrives in ``chunks``; ``wait``: each needs a turn of the event loop."""
     messages: list[dict[str, Any]] = [
@@ -162,7 +162,7 @@ def test_slow_body(media_type: str) -> None:
     async def receive() -> dict[str, Any]:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
-    limits = UploadLimits(max_images=10, max_fields=20, seconds=0.01)
+    limits = load_settings({"max_images_per_request": 10, "max_fields": 20, "upload_seconds": 0.01})
     scope = {"type": "http", "headers": [(b"content-type", media_type.encode())]}
     with pytest.raises(SlowUpload):
         asyncio.run(read_images(Request(scope, receive), limits, ThreadPoolExecutor(1)))

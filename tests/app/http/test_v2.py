@@ -446,8 +446,8 @@ async def test_reload_while_the_images_are_read(monkeypatch: pytest.MonkeyPatch,
         else:
             data = pixels(200).tobytes()
             wanted = request("images", "UINT8", [1, 8, 8, 1], len(data))
-        answer = await infer_tensors(app.service, "m", None, wanted, memoryview(data), body=data, receive=never)
-    assert answer.served.model.version == "v2"
+        served, _, _ = await infer_tensors(app.service, "m", None, wanted, memoryview(data), body=data, receive=never)
+    assert served.model.version == "v2"
 
 
 ADMIN = {"x-api-key": "root"}
@@ -589,8 +589,8 @@ def test_binary_elements_come_back_or_are_rejected(files: list[bytes], cut: int,
 @given(st.lists(st.text(alphabet=st.characters(codec="utf-8"), max_size=8), max_size=4), st.booleans())
 def test_texts_come_back_from_a_response(texts: list[str], binary: bool) -> None:
     tritonclient = pytest.importorskip("tritonclient.http", reason="needs tritonclient[http]")
-    tensor = OutputTensor("label", "BYTES", (len(texts),), texts)
-    body, length = build_response({"model_name": "m"}, [tensor], {"label": binary})
+    tensor = OutputTensor("label", "BYTES", (len(texts),), texts, binary)
+    body, length = build_response({"model_name": "m"}, [tensor])
     result = tritonclient.InferResult.from_response_body(body, header_length=length)
     values = result.as_numpy("label").tolist()
     assert [value.decode() if isinstance(value, bytes) else value for value in values] == texts

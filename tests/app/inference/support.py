@@ -15,6 +15,7 @@ from app.inference.decoder import Decoder
 from app.inference.engine import Engine
 from app.inference.steps import make_step
 from app.memory import MemoryBudget
+from app.settings import load_settings
 from psc_core.images.preprocess import Preprocess
 from tests.app.fakes import PREPROCESS, FakePipeline
 
@@ -69,15 +70,9 @@ def stack(*images: Any) -> Any:
 def decoder_on(
     pool: ThreadPoolExecutor, *, threads: int, inline_bytes: int, preprocess: Preprocess = PREPROCESS
 ) -> Decoder:
-    return Decoder(
-        pool,
-        MemoryBudget(1 << 30, 1 << 40, max_pixels=10_000),
-        threads=threads,
-        preprocess=preprocess,
-        max_pixels=10_000,
-        max_request_pixels=1 << 20,
-        inline_bytes=inline_bytes,
-    )
+    limits = {"max_pixels": 10_000, "max_pixels_per_request": 1 << 20, "inline_decode_bytes": inline_bytes}
+    settings = load_settings({"decode_threads": threads, **limits})
+    return Decoder(pool, MemoryBudget(1 << 30, 1 << 40, max_pixels=10_000), preprocess, settings)
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from app.errors import ImageRefused, TooManyPixels
 from app.inference import decoder as module
 from app.inference.decoder import Decoder, EncodedImage, fingerprints
 from app.memory import MemoryBudget
+from app.settings import load_settings
 from psc_core.errors import UndecodableImage
 from psc_core.images.preprocess import PRESETS
 from tests.app.inference.support import decoder_on
@@ -44,15 +45,10 @@ class Hands:
         self.submitted = 0
         self.closed = False
         self._pieces: deque[Callable[[], Any]] = deque()
-        self._decoder = Decoder(
-            self,  # type: ignore[arg-type]
-            MemoryBudget(1 << 30, 1 << 40, max_pixels=10_000),
-            threads=threads,
-            preprocess=self,  # type: ignore[arg-type]
-            max_pixels=9,
-            max_request_pixels=1000,
-            inline_bytes=0,
-        )
+        limits = {"max_pixels": 9, "max_pixels_per_request": 1000, "inline_decode_bytes": 0}
+        settings = load_settings({"decode_threads": threads, **limits})
+        memory = MemoryBudget(1 << 30, 1 << 40, max_pixels=10_000)
+        self._decoder = Decoder(self, memory, self, settings)  # type: ignore[arg-type]
 
     def submit(self, run: Callable[..., Any], *arguments: Any) -> None:
         if self.closed:

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.metrics import MAX_LABELS, OTHER, Metrics, ModelRecorder, RepeatFilter, gpu_usage
+from app.metrics import MAX_LABELS, OTHER, Metrics, ModelRecorder, RepeatFilter, record_gpu
 from psc_core.answers import CLASSIFICATION_SCORES, ClassificationPolicy
 from psc_core.tasks.base import FloatArray, Outputs
 from tests.app.fakes import FakeModel, FakeValueModel
@@ -239,13 +239,13 @@ def test_an_image_counts_again_when_as_many_others_came_since(images: list[int],
     for image in images:
         expected.append(image not in order[-remembered:])
         order = [other for other in order if other != image] + [image]
-    assert counted(RepeatFilter.of(DISTINCT, remembered=remembered), images) == expected
+    assert counted(RepeatFilter(DISTINCT, remembered=remembered), images) == expected
 
 
 def test_repeats_count_where_calibration_images_are_equal() -> None:
     """Blank pages, say: seven in ten of the calibration images."""
     calibration = np.concatenate([np.arange(3.0), np.full(7, 5.0), [8.0, 9.0]])
-    repeats = RepeatFilter.of(calibration)
+    repeats = RepeatFilter(calibration)
     near = ((5.0, True), (np.nextafter(5.0, 0), True), (np.nextafter(5.0, 9), True))
     for score, counts in (*near, (9.0, False), (1.5, False)):
         p_value = float(p_values_of(calibration, np.array([score]))[0])
@@ -254,7 +254,7 @@ def test_repeats_count_where_calibration_images_are_equal() -> None:
 
 def test_images_equal_to_no_other_are_all_left_in() -> None:
     """What the bound on false alarms needs: a stream without repeats passes as it is."""
-    assert all(counted(RepeatFilter.of(DISTINCT), list(range(30_000))))
+    assert all(counted(RepeatFilter(DISTINCT), list(range(30_000))))
 
 
 def test_data_with_many_identical_images_raise_no_alarm() -> None:
@@ -268,14 +268,14 @@ def test_data_with_many_identical_images_raise_no_alarm() -> None:
 
         calibration, stream = scores(1000), scores(5000)
         p_values = p_values_of(calibration, stream)
-        monitor, repeats = monitor_of(1000, 0.05), RepeatFilter.of(calibration)
+        monitor, repeats = monitor_of(1000, 0.05), RepeatFilter(calibration)
         alarms += monitor.update(p_values[repeats.counts(p_values, stream.view(np.int64).tolist())])
     assert alarms == 0
 
 
 def test_nobody_hides_an_image_by_sending_it_first() -> None:
     """Strange images that a client sent before others do are found as if these had been the first."""
-    monitor, repeats = monitor_of(N, 0.05), RepeatFilter.of(DISTINCT)
+    monitor, repeats = monitor_of(N, 0.05), RepeatFilter(DISTINCT)
     strange = p_values_of(DISTINCT, np.full(10, 1e9))
     images = list(range(10))
     alarms = sum(monitor.update(strange[repeats.counts(strange, images)]) for _ in range(2))
@@ -289,7 +289,7 @@ def test_a_stream_that_loops_over_more_images_than_are_remembered_raises_no_alar
         generator = np.random.default_rng(seed)
         calibration, folder = generator.normal(size=N), generator.normal(size=300)
         monitor = monitor_of(N, 0.05, false_alarm_probability=1e-4)
-        repeats = RepeatFilter.of(calibration, remembered=200)
+        repeats = RepeatFilter(calibration, remembered=200)
         p_values = p_values_of(calibration, folder)
         for _ in range(30):
             alarms += monitor.update(p_values[repeats.counts(p_values, folder.view(np.int64).tolist())])
@@ -324,5 +324,7 @@ def test_without_nvml_there_is_no_utilisation(monkeypatch: pytest.MonkeyPatch, e
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3, 10))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5)
     monkeypatch.setattr(torch.cuda, "utilization", fail)
-    usage = gpu_usage(torch.device("cuda"))
-    assert (usage.memory_bytes, usage.utilisation) == ({"used": 7, "total": 10, "allocated": 5}, None)
+    record_gpu(metrics := Metrics(), torch.device("cuda"))
+    for kind, size in {"used": 7, "total": 10, "allocated": 5}.items():
+        assert metrics.registry.get_sample_value("psc_gpu_memory_bytes", {"device": "cuda", "kind": kind}) == size
+    assert metrics.registry.get_sample_value("psc_gpu_utilisation_ratio", {"device": "cuda"}) is None
