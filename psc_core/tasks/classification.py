@@ -40,7 +40,6 @@ from psc_core.conformal import (
     check_ascending,
     check_finite,
     check_fraction,
-    check_names,
     check_range,
     check_rates,
     conformal_rank,
@@ -60,7 +59,7 @@ from psc_core.settings import DEFAULTS, FitSettings
 from psc_core.tasks.base import (
     CHECKS_OUTPUT,
     FIRST_EVALUATION_IMAGES,
-    WRONG_NETWORK,
+    GUESSES,
     Agreement,
     BaseCalibration,
     BaseDecisions,
@@ -102,7 +101,6 @@ class Decisions(BaseDecisions):
     def columns(
         self, outputs: Outputs[FloatArray], classes: Sequence[str], *, top_k: int | None = None, **options: int | None
     ) -> dict[str, Any]:
-        """Return the fields of the answers, with the ``top_k`` most probable classes if that is given."""
         probabilities = np.ascontiguousarray(outputs.probabilities)
         return {
             "label": self.labels(classes),
@@ -127,8 +125,6 @@ def _most_probable(probabilities: FloatArray, classes: Sequence[str], count: int
 
 @dataclass(frozen=True)
 class Calibration(BaseCalibration):
-    """Scores of n calibration images, float32, each sorted separately, by which a policy becomes decisions."""
-
     entropies: Float[Tensor, " n"]  # predictive entropies, ascending, nats
     error_bounds: Float[Tensor, " n"]  # of images with at most this entropy, at most this fraction is wrong
     label_probabilities: Float[Tensor, " n"]  # of the true label, ascending
@@ -136,7 +132,6 @@ class Calibration(BaseCalibration):
     num_classes: int  # K
 
     def decide(self, outputs: Outputs[FloatArray], policy: ClassificationPolicy) -> Decisions:
-        """Return the decisions on n images; the most probable class is always in the prediction set."""
         probabilities = outputs.probabilities
         images, class_index = np.arange(len(outputs)), probabilities.argmax(axis=1)
         prediction_set = probabilities >= self.quantile(policy.coverage)
@@ -164,7 +159,6 @@ class Calibration(BaseCalibration):
         return [float(value) for value in torch.quantile(self.entropies.cpu(), torch.linspace(0.0, 1.0, 101))]
 
     def changed(self, policy: BasePolicy, changes: Mapping[str, float]) -> BasePolicy:
-        """Return the policy with other values, and the risk that its ambiguity threshold was shown to keep."""
         changed = super().changed(policy, changes)
         if "ambiguity_threshold" not in changes:
             return changed
@@ -184,22 +178,8 @@ class Calibration(BaseCalibration):
         check_rates(len(self), coverage=coverage)
         return self.label_probabilities[len(self) - conformal_rank(coverage, len(self))].item()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the scores by name, for a safetensors file."""
-        return {
-            "ood_scores": self.ood_scores,
-            "entropies": self.entropies,
-            "error_bounds": self.error_bounds,
-            "label_probabilities": self.label_probabilities,
-            "labels": self.labels,
-            "num_classes": torch.tensor(self.num_classes),
-        }
-
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
-        check_names(
-            tensors, {"ood_scores", "entropies", "error_bounds", "label_probabilities", "labels", "num_classes"}
-        )
+    def check_tensors(cls, tensors: Mapping[str, Tensor]) -> None:
         scores = [tensors[name] for name in ("ood_scores", "entropies", "label_probabilities")]
         labels, classes = tensors["labels"], tensors["num_classes"]
         check_ascending(scores)
@@ -225,7 +205,6 @@ class Calibration(BaseCalibration):
         names = ("ood_scores", "entropies", "label_probabilities", "error_bounds")
         for name, part, (low, high) in zip(names, (*scores, bounds), limits, strict=True):
             check_range(name, part, low, high, rounding=FLOAT32_ROUNDING)
-        return cls(scores[0], scores[1], bounds, scores[2], labels, int(classes))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -496,12 +475,11 @@ class Classification(Task):
             f"{FIRST_EVALUATION_IMAGES:,} of each)"
         )
         if not metrics.better_than_guessing(predicted, val.first_labels()):
-            return FirstEvaluation(
-                text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}"
-            )
+            return FirstEvaluation(text, GUESSES)
         if of_val < of_train - ACCURACY_GAP:
-            warning = "validation images are much harder for it; are they prepared as the training images?"
-            return FirstEvaluation(text, warning)
+            return FirstEvaluation(
+                text, "validation images are much harder for it; are they prepared as the training images?"
+            )
         return FirstEvaluation(f"{text}; if it should be higher, check the preprocessing")
 
     def agreements(self, manifest: Any) -> Sequence[Agreement]:
@@ -535,24 +513,17 @@ class Classification(Task):
     def explanations(
         self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Return one ``ClassificationExplanation`` for each image.
-
-        ``aleatoric`` and ``epistemic`` are None if the head does not split its uncertainty.
-        """
-        documents = []
-        for image, nearest in enumerate(explanation["nearest_class"].tolist()):
-            split = {name: explanation[name][image] for name in ("aleatoric", "epistemic") if name in explanation}
-            documents.append(
-                {
-                    "nearest_class": classes[nearest],
-                    "class_distances": np.ascontiguousarray(explanation["class_distances"][image]),
-                    "unusual_components": unusual_components(explanation["component_deviation"][image]),
-                    "aleatoric": None,
-                    "epistemic": None,
-                    **{name: float(value) for name, value in split.items()},
-                }
-            )
-        return documents
+        """Return one ``ClassificationExplanation`` for each image; a head may not split its uncertainty."""
+        split = {name: explanation.get(name) for name in ("aleatoric", "epistemic")}
+        return [
+            {
+                "nearest_class": classes[nearest],
+                "class_distances": np.ascontiguousarray(explanation["class_distances"][image]),
+                "unusual_components": unusual_components(explanation["component_deviation"][image]),
+                **{name: None if values is None else float(values[image]) for name, values in split.items()},
+            }
+            for image, nearest in enumerate(explanation["nearest_class"].tolist())
+        ]
 
 
 def fit_head(job: HeadJob, heads: Mapping[str, type[ClassifierHead]]) -> ClassifierHead:

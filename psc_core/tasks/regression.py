@@ -43,7 +43,6 @@ from psc_core.conformal import (
     MAX_SCORE,
     check_ascending,
     check_finite,
-    check_names,
     check_range,
     check_rates,
     conformal_rank,
@@ -60,7 +59,7 @@ from psc_core.settings import FitSettings
 from psc_core.tasks.base import (
     CHECKS_OUTPUT,
     FIRST_EVALUATION_IMAGES,
-    WRONG_NETWORK,
+    GUESSES,
     BaseCalibration,
     BaseDecisions,
     BasePrediction,
@@ -80,7 +79,6 @@ if TYPE_CHECKING:
     from psc_core.report.content import TaskReport
 
 FINITE: Final = (np.finfo(np.float32).min, np.finfo(np.float32).max)
-
 ACCEPT, ABSTAIN_UNCERTAIN, ABSTAIN_OOD = range(len(REGRESSION_DECISIONS))
 
 
@@ -100,21 +98,17 @@ class Decisions(BaseDecisions):
 
 @dataclass(frozen=True)
 class Calibration(BaseCalibration):
-    """Scores of n calibration images, float32, each sorted separately, by which a policy becomes decisions."""
-
     residuals: Float[Tensor, " n"]  # |y − μ| / σ, ascending
 
     def decide(self, outputs: Outputs[FloatArray], policy: RegressionPolicy) -> Decisions:
-        """Return the decisions on n images; an interval is as wide as its float32 ends are apart."""
         quantile = self.quantile(policy.coverage)
+        is_ood = self.is_ood(outputs, policy)
+        decision = np.full(len(outputs), ACCEPT, np.int8)
         with np.errstate(over="ignore"):  # Ends beyond every float32 are the last one: JSON has no infinity.
             mean, half = outputs["mean"], quantile * np.hypot(outputs["aleatoric"], outputs["epistemic"])
             lower, upper = (np.clip(end, *FINITE).astype(np.float32) for end in (mean - half, mean + half))
-        is_ood = self.is_ood(outputs, policy)
-        decision = np.full(len(outputs), ACCEPT, np.int8)
-        if policy.max_width is not None:
-            with np.errstate(over="ignore"):  # A limit may be beyond every float32.
-                decision[~(upper - lower <= policy.max_width)] = ABSTAIN_UNCERTAIN  # Also where the width is NaN.
+            if policy.max_width is not None:  # It may be beyond every float32, and the width may be NaN.
+                decision[~(upper - lower <= policy.max_width)] = ABSTAIN_UNCERTAIN
         decision[is_ood] = ABSTAIN_OOD
         return Decisions(is_ood=is_ood, decision=decision, lower=lower, upper=upper)
 
@@ -123,17 +117,11 @@ class Calibration(BaseCalibration):
         check_rates(len(self), coverage=coverage)
         return float(self.residuals[conformal_rank(coverage, len(self)) - 1])
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"ood_scores": self.ood_scores, "residuals": self.residuals}
-
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
-        check_names(tensors, {"ood_scores", "residuals"})
-        scores = [tensors["ood_scores"], tensors["residuals"]]
-        check_ascending(scores)
+    def check_tensors(cls, tensors: Mapping[str, Tensor]) -> None:
+        check_ascending([tensors["ood_scores"], tensors["residuals"]])
         for name, low in (("ood_scores", -MAX_SCORE), ("residuals", 0.0)):
             check_range(name, tensors[name], low, MAX_SCORE)
-        return cls(*scores)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -222,12 +210,6 @@ def _bin_name(low: str, high: str) -> str:
     return f"{low} to {high}" if low and high else f"below {high}" if high else f"{low} and above"
 
 
-def label_with_bins(train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-    """Return both, labelled with bins of the training images' numbers."""
-    edges = quantile_edges(known_values(train.values))
-    return label_in_bins(train, edges), label_in_bins(val, edges)
-
-
 def fit_calibration(
     ood_score: Float[Tensor, " n"],  # nats, higher is more out-of-distribution
     mean: Float[Tensor, " n"],  # μ, in the target's unit
@@ -274,7 +256,8 @@ class Regression(Task):
 
     @classmethod
     def labelled(cls, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-        return label_with_bins(train, val)
+        edges = quantile_edges(known_values(train.values))
+        return label_in_bins(train, edges), label_in_bins(val, edges)
 
     @classmethod
     def check_half(cls, images: ImageDataset) -> None:
@@ -301,7 +284,34 @@ class Regression(Task):
 
     @classmethod
     def fit_head(cls, job: HeadJob) -> RegressionHead:
-        return fit_head(job, cls.heads)
+        """Return the head; the network's own predictions, where the selection split has them, replace its mean."""
+        train, selection = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
+        for z in (train, selection):
+            labels = torch.zeros(len(z), dtype=torch.int64, device=job.device)
+            check_features(z, labels, num_classes=1, class_names=None, minimum=2)
+        values = known_values(job.train.values).double().to(job.device)
+        center, scale = values.mean(), values.std(correction=0)
+        if not float(scale) > 0:
+            raise FitError("expected numbers that differ between images, all are equal; nothing to fit")
+
+        def standard(numbers: Tensor) -> Tensor:
+            return (numbers.double().to(job.device) - center) / scale
+
+        standardisation, own = fit_standardisation(train, job.train.widths), job.selection.network_output
+        data = RegressionData(
+            train=standardisation(train),
+            train_values=standard(values),
+            train_images=job.train.images.to(job.device),
+            selection=standardisation(selection)[:],
+            selection_values=standard(known_values(job.selection.values)),
+            selection_mean=None if own is None else standard(own[:][:, 0]),
+            center=center,
+            scale=scale,
+            widths=job.train.widths,
+            seed=job.seed,
+            standardisation=standardisation,
+        )
+        return cls.heads[job.kind].fit(data).to(job.device)
 
     @classmethod
     def calibrate(
@@ -337,21 +347,18 @@ class Regression(Task):
         cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute
     ) -> FirstEvaluation:
         (of_train, _), (of_val, predicted) = (network_rmse(net, data, compute) for data in (train, val))
-        spread, unit = (
-            float(known_values(train.values).std(correction=0)),
-            f" {cls.of_images(train).target.unit}".rstrip(),
-        )
+        spread = float(known_values(train.values).std(correction=0))
+        unit = f" {cls.of_images(train).target.unit}".rstrip()
         text = (
             f"the original network: RMSE {of_train:.4g} on training and {of_val:.4g}{unit} on validation images (at "
             f"most {FIRST_EVALUATION_IMAGES:,} of each), the deviation of the numbers is {spread:.4g}"
         )
         if not metrics.rises_with(predicted, known_values(val.values)):
-            return FirstEvaluation(
-                text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}"
-            )
+            return FirstEvaluation(text, GUESSES)
         if of_val > spread:
-            warning = "always predicting the mean would be better; is the network's output in the table's unit?"
-            return FirstEvaluation(text, warning)
+            return FirstEvaluation(
+                text, "always predicting the mean would be better; is the network's output in the table's unit?"
+            )
         return FirstEvaluation(f"{text}; if it should be lower, check the preprocessing")
 
     def check_images(self, classes: Sequence[str], data: ImageDataset) -> None:
@@ -422,40 +429,6 @@ class Regression(Task):
 
     def metric_labels(self, classes: tuple[str, ...]) -> tuple[str, ...]:
         return (self.target.name,)
-
-
-def fit_head(job: HeadJob, heads: Mapping[str, type[RegressionHead]]) -> RegressionHead:
-    """Fit a head to the features and numbers of training images.
-
-    The network's own predictions, where the selection split has them, are served in place of the head's.
-    """
-    train, selection = job.train.head_input.to(job.device), job.selection.head_input[:].to(job.device)
-    for z in (train, selection):
-        labels = torch.zeros(len(z), dtype=torch.int64, device=job.device)
-        check_features(z, labels, num_classes=1, class_names=None, minimum=2)
-    values = known_values(job.train.values).double().to(job.device)
-    center, scale = values.mean(), values.std(correction=0)
-    if not float(scale) > 0:
-        raise FitError("expected numbers that differ between images, all are equal; nothing to fit")
-
-    def standard(numbers: Tensor) -> Tensor:
-        return (numbers.double().to(job.device) - center) / scale
-
-    standardisation, own = fit_standardisation(train, job.train.widths), job.selection.network_output
-    data = RegressionData(
-        train=standardisation(train),
-        train_values=standard(values),
-        train_images=job.train.images.to(job.device),
-        selection=standardisation(selection)[:],
-        selection_values=standard(known_values(job.selection.values)),
-        selection_mean=None if own is None else standard(own[:][:, 0]),
-        center=center,
-        scale=scale,
-        widths=job.train.widths,
-        seed=job.seed,
-        standardisation=standardisation,
-    )
-    return heads[job.kind].fit(data).to(job.device)
 
 
 def calibration_metrics(

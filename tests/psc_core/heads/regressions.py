@@ -9,7 +9,6 @@ from torch import Tensor
 from psc_core.features import as_matrix
 from psc_core.heads import dve
 from psc_core.heads.base import Features, HeadJob, RegressionHead
-from psc_core.tasks import regression
 from psc_core.tasks.regression import Regression
 
 KINDS = sorted(Regression.heads)
@@ -40,7 +39,7 @@ def fit_head(
     val_labels = torch.zeros(len(z_val), dtype=torch.int64)
     own = None if val_mean is None else as_matrix(val_mean[:, None])
     selection = Features(z_val, val_labels, torch.arange(len(z_val)), train.widths, y_val, own)
-    return regression.fit_head(HeadJob(kind, train, selection, ()), Regression.heads)
+    return Regression.fit_head(HeadJob(kind, train, selection, ()))
 
 
 def fit(kind: str, *, n: int = 300, dim: int = 6, scale: float = 1.0) -> RegressionHead:
