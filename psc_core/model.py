@@ -20,7 +20,7 @@ from psc_core.errors import BundleError, FitError, PSCError, UsageError, of_this
 from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, Inputs, Preprocess, as_batch
 from psc_core.network.cut import Backbone
 from psc_core.network.output import See, dependence, first_dependent, trial_images
-from psc_core.pipeline import NO_MAP, Pipeline, Scorer, restore_modules, storable_backbone
+from psc_core.pipeline import NO_MAP, Pipeline, restore_pipeline, storable_backbone
 from psc_core.settings import FitOptions
 from psc_core.tasks.base import BaseCalibration, BaseDecisions, BasePrediction, FloatArray, Matrix, Outputs, Task
 from psc_core.tasks.classification import Calibration, Classification
@@ -38,10 +38,7 @@ logger = logging.getLogger("psc.model")
 
 FUSION_TOLERANCE = {"fp32": 0.01, "bf16": 0.5}  # of fused features, relative to the largest
 MAX_BATCH = 64  # maximum number of images that pass through the pipeline at once
-
-
 TRIAL_IMAGES: Final = 64  # the number of calibration images that a fitted model keeps for checking a copy of it
-
 
 AnyModel = TypeVar("AnyModel", bound="FittedModel")
 
@@ -73,7 +70,6 @@ class FittedModel:
 
     @property
     def preprocess(self) -> Preprocess:
-        """The preprocessing that turns images into inputs of the network."""
         return self.pipeline.scorer.preprocess
 
     @property
@@ -103,12 +99,10 @@ class FittedModel:
 
     @property
     def score_names(self) -> tuple[str, ...]:
-        """The names of the scores in the outputs."""
         return self.pipeline.scorer.head.score_names
 
     @property
     def num_probabilities(self) -> int:
-        """The number of columns of probabilities in the outputs."""
         return self.task.probabilities(self.classes)
 
     def outputs(self, packed: Matrix) -> Outputs[Matrix]:
@@ -216,7 +210,8 @@ class FittedModel:
         if backbone.onnx is None:
             files["backbone"] = backbone.state_dict()
         if checks is not None:
-            files["checks"] = {**checks.state_dict(), **_prefixed("texture.", scorer.texture)}
+            of_texture = {} if scorer.texture is None else scorer.texture.state_dict()
+            files["checks"] = {**checks.state_dict(), **{f"texture.{name}": of_texture[name] for name in of_texture}}
         if self.pipeline.map is not None:
             files["map"] = self.pipeline.map.density.state_dict()
         if self.pipeline.stored_images is not None:
@@ -238,7 +233,7 @@ class FittedModel:
             "calibration": {"images": len(self.calibration)},
             **({} if checks is None else {"checks": self._checks_config(checks)}),
             **({} if self.pipeline.map is None else {"map": self.pipeline.map.config()}),
-            **({} if self.pipeline.stored_images is None else {"stored_images": self.pipeline.stored_images.config()}),
+            **({} if self.pipeline.stored_images is None else {"stored_images": self.pipeline.stored_images.sizes}),
             "collapse": self.report.get("collapse"),
             "metrics": self.report.get("metrics", {}),
             "provenance": self.report.get("provenance", {}),
@@ -295,23 +290,12 @@ class FittedModel:
                 f"expected the bundle of a {cls.task_type.noun}, {bundle.path} is of a {manifest.task.noun}; "
                 "load_model loads any"
             )
-        modules = restore_modules(bundle, allow_factories)
-        scorer = Scorer(
-            manifest.preprocess,
-            modules.backbone.to(target).fused(manifest.precision),
-            modules.projection,
-            modules.density,
-            modules.head,
-            modules.texture,
-            tuple(manifest.head.layers),
-        ).to(target)
+        pipeline, backbone, calibration = restore_pipeline(bundle, allow_factories, target)
         return cls(
-            pipeline=Pipeline(
-                scorer, modules.calibration.ood_scores, modules.checks, modules.map, modules.stored_images
-            ),
-            backbone=modules.backbone,
+            pipeline=pipeline,
+            backbone=backbone,
             classes=manifest.classes,
-            calibration=modules.calibration,
+            calibration=calibration,
             policy=manifest.policy,
             layers=manifest.layers,
             name=manifest.name,
@@ -322,7 +306,7 @@ class FittedModel:
 
     @own_state()
     def probed(self: AnyModel) -> AnyModel:
-        """Return this model, which was loaded from a bundle, once it has passed :meth:`probe`."""
+        """Return this model, loaded from a bundle, once it has passed :meth:`probe`."""
         try:
             self.probe()
         except FitError as error:
@@ -384,11 +368,6 @@ class FittedModel:
             see(name, value)
         if output is not None:
             see("", output)
-
-
-def _prefixed(prefix: str, module: nn.Module | None) -> dict[str, Tensor]:
-    """Return the tensors of a module under prefixed names; an empty dictionary without a module."""
-    return {} if module is None else {prefix + name: tensor for name, tensor in module.state_dict().items()}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -32,14 +32,14 @@ SIDE: Final = 64  # maximum height and width of a stored image, in pixels; with 
 MAX_COUNT: Final = 4096  # maximum number of kept images; their pixels take 48 MiB
 NEAREST: Final = 3  # the number of kept images that an explanation names
 CANDIDATES: Final = 16  # the number of kept images whose exact distances are computed
-_TYPES: Final = {"embedding": torch.float32, "pixels": torch.uint8, "images": torch.int64, "labels": torch.int64}
-_AXES: Final = {
-    "embedding": ("count", "kept"),
-    "pixels": ("count", "channels", "height", "width"),
-    "images": ("count",),
-    "labels": ("count",),
-}
 _VALUES: Final = "values"
+_LAYOUT: Final = {  # type and axes of each tensor; a regression's has the target's values too
+    "embedding": (torch.float32, ("count", "kept")),
+    "pixels": (torch.uint8, ("count", "channels", "height", "width")),
+    "images": (torch.int64, ("count",)),  # positions in the training data
+    "labels": (torch.int64, ("count",)),
+    _VALUES: (torch.float64, ("count",)),
+}
 
 
 class Nearest(NamedTuple):
@@ -50,13 +50,7 @@ class Nearest(NamedTuple):
 
 
 class StoredImages(nn.Module):
-    """The kept training images of a model.
-
-    Args:
-        tensors: ``embedding`` float32 (N, P); ``pixels`` uint8 (N, C, height, width); ``images`` int64 (N), positions
-            in the training data; ``labels`` int64 (N); for a regression also ``values`` float64 (N), the target's
-            values.
-    """
+    """The kept training images of a model."""
 
     embedding: Tensor
 
@@ -70,10 +64,6 @@ class StoredImages(nn.Module):
 
     def __len__(self) -> int:
         return len(self.embedding)
-
-    def config(self) -> dict[str, int]:
-        """Return the section of a manifest, the sizes; with :meth:`tensors` it restores the images."""
-        return self.sizes
 
     def tensors(self) -> dict[str, Tensor]:
         return {"embedding": self.embedding, **self._on_host}
@@ -93,8 +83,8 @@ class StoredImages(nn.Module):
         classes: int,
         has_values: bool,
     ) -> StoredImages:
-        """Rebuild stored_images from :meth:`config` and :meth:`tensors`."""
-        expected = {*_AXES, *([_VALUES] if has_values else [])}
+        """Rebuild the stored images from their ``sizes``, the section of a manifest, and :meth:`tensors`."""
+        expected = set(_LAYOUT) if has_values else set(_LAYOUT) - {_VALUES}
         if set(tensors) != expected:
             raise BundleError(
                 f"expected stored image tensors {sorted(expected)}, got {shorten(repr(sorted(tensors)))}; fit again"
@@ -114,7 +104,6 @@ class StoredImages(nn.Module):
         return found
 
     def forward(self, coordinates: Float[Tensor, "batch components"]) -> Nearest:
-        """Return the kept images nearest to each image of a batch."""
         coordinates = coordinates.float()
         # cdist is a matrix product: fast, but inexact for an image that nearly equals a kept one.
         rough = torch.cdist(coordinates, self.embedding)
@@ -149,14 +138,13 @@ class StoredImages(nn.Module):
 def _checked(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Check the tensors and return the sizes of their axes."""
     sizes: dict[str, int] = {}
-    types, axes = {**_TYPES, _VALUES: torch.float64}, {**_AXES, _VALUES: ("count",)}
-    for name in filter(tensors.__contains__, axes):  # fixed order, so that a fault has one message
-        tensor, shape = tensors[name], tuple(tensors[name].shape)
-        expected = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes[name], shape, strict=False))
-        if tensor.dtype != types[name] or len(shape) != len(axes[name]) or shape != expected or not tensor.numel():
+    for name in filter(tensors.__contains__, _LAYOUT):  # fixed order, so that a fault has one message
+        tensor, shape, (dtype, axes) = tensors[name], tuple(tensors[name].shape), _LAYOUT[name]
+        expected = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes, shape, strict=False))
+        if tensor.dtype != dtype or len(shape) != len(axes) or shape != expected or not tensor.numel():
             raise BundleError(
-                f"expected {types[name]} stored_images.{name} with axes {axes[name]} and the sizes {sizes}, got "
-                f"{tensor.dtype} {shape}; fit the bundle again"
+                f"expected {dtype} stored_images.{name} with axes {axes} and the sizes {sizes}, got {tensor.dtype} "
+                f"{shape}; fit the bundle again"
             )
     if sizes["count"] > MAX_COUNT or max(sizes["height"], sizes["width"]) > SIDE or sizes["channels"] not in (1, 3):
         raise BundleError(
