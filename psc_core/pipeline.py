@@ -366,7 +366,8 @@ def restore_pipeline(
         dim = len(projection.z_mean)
         if density.reads == "z" and len(density.mean) != dim:
             raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")
-        head = manifest.task.restore_head(manifest.head.model_dump(exclude={"layers"}), tensors["head"])
+        heads = {**manifest.task.heads, **manifest.task.output_heads}
+        head = restore(heads, manifest.head.model_dump(exclude={"layers"}), tensors["head"])
         calibration = _restore_calibration(manifest, tensors["calibration"])
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
         texture, checks = _restore_checks(manifest, tensors)

@@ -122,16 +122,16 @@ class UncertaintyDecomposition(NamedTuple):
 
 
 class ClassifierHead(Head):
-    """Base of the heads of a classifier; subclasses add ``layout``, ``epistemic_unit``, ``forward`` and ``fit``."""
+    """Base of a classifier's heads; subclasses add ``layout``, ``epistemic_unit``, ``fit`` and ``forward``.
+
+    ``forward`` maps features to a :class:`ClassifierOutput`.
+    """
 
     score_names = CLASSIFICATION_SCORES
 
     @classmethod
     def fit(cls, data: ClassifierData) -> ClassifierHead:
         """Return a head fitted to standardised features; every free number by the NLL of the selection split."""
-        raise NotImplementedError
-
-    def forward(self, z: Float[Tensor, "batch dim"]) -> ClassifierOutput:
         raise NotImplementedError
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
@@ -174,16 +174,13 @@ class RegressionOutput(NamedTuple):
 
 
 class RegressionHead(Head):
-    """Base of the heads of a regression; subclasses add ``layout``, ``forward`` and ``fit``."""
+    """Base of a regression's heads; ``forward`` of a subclass maps features to a :class:`RegressionOutput`."""
 
     score_names = REGRESSION_SCORES
 
     @classmethod
     def fit(cls, data: RegressionData) -> RegressionHead:
         """Return a head fitted to standardised features and numbers."""
-        raise NotImplementedError
-
-    def forward(self, z: Float[Tensor, "batch dim"]) -> RegressionOutput:
         raise NotImplementedError
 
     def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:

@@ -31,7 +31,6 @@ from psc_core.conformal import check_rates, decision_p_value, ood_score_threshol
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import check_same
 from psc_core.errors import BundleError, DataError, UsageError, join_names, needs
-from psc_core.fitted import restore
 from psc_core.heads.base import Head, HeadJob, Scored
 from psc_core.settings import DEFAULTS, OWNERS, FitSettings
 from psc_core.text import align, compose
@@ -381,6 +380,7 @@ class Task(BaseModel, ABC):
     abstentions: ClassVar[Mapping[str, int]]  # the code of the decision for each reason to abstain
     limits: ClassVar[Mapping[str, str]] = {"alpha": "ood_p_value"}  # the score for each threshold of the policy
     tensors: ClassVar[Mapping[str, Datatype]]  # of the v2 protocol, by name, in order
+    explained: ClassVar[tuple[str, str]]  # fields of an explanation: the nearest class or bin, the distances to all
     has_numbers: ClassVar[bool] = False  # whether an image has a number besides its class or bin
     layer_quality: ClassVar[type[LayerQuality]] = NearestMean  # measured besides NC1
     own_settings: ClassVar[tuple[str, ...]] = ()  # settings that not every task reads, but this one
@@ -503,10 +503,6 @@ class Task(BaseModel, ABC):
         """Return the agreements between fields of a manifest that this task alone requires."""
         return ()
 
-    def restore_head(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
-        """Return the head with this ``config()`` and ``state_dict()``; raises :class:`BundleError`."""
-        return restore({**self.heads, **self.output_heads}, config, state)
-
     def number(self) -> Target | None:
         """Return the number that a model predicts; None where it predicts something else."""
         return None
@@ -559,11 +555,28 @@ class Task(BaseModel, ABC):
         """Return the name of the predicted quantity, and the difference in it of two outputs for the same images."""
         return "probabilities", outputs.probabilities - other.probabilities
 
-    @abstractmethod
     def explanations(
         self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
     ) -> list[dict[str, Any]]:
         """Return an explanation for each image, from ``Pipeline.explain``; the head tells ``layers`` apart."""
+        nearest, distances = self.explained
+        deviations = explanation["component_deviation"]
+        most = np.argsort(-np.abs(deviations), axis=1, kind="stable")[:, :UNUSUAL_COMPONENTS].tolist()
+        return [
+            {
+                nearest: classes[index],
+                distances: np.ascontiguousarray(explanation["class_distances"][image]),
+                "unusual_components": [{"component": k, "deviation": float(deviations[image, k])} for k in most[image]],
+                **self.explain_head(explanation, image, layers),
+            }
+            for image, index in enumerate(explanation["nearest_class"].tolist())
+        ]
+
+    @abstractmethod
+    def explain_head(
+        self, explanation: Mapping[str, npt.NDArray[Any]], image: int, layers: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return what the head adds to the explanation of one image."""
 
     def tensor_shape(self, name: str, classes: Sequence[str], checks: Sequence[str]) -> list[int]:
         """Return the shape of one of the :attr:`tensors` without its first axis, the images."""
@@ -585,12 +598,6 @@ class Task(BaseModel, ABC):
     def metric_labels(self, classes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the labels by which metrics count images."""
         return classes
-
-
-def unusual_components(deviation: FloatArray) -> list[dict[str, Any]]:
-    """Return the components along which one image deviates most, for an explanation."""
-    unusual = np.argsort(-np.abs(deviation), kind="stable")[:UNUSUAL_COMPONENTS].tolist()
-    return [{"component": component, "deviation": float(deviation[component])} for component in unusual]
 
 
 def run_network(

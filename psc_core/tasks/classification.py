@@ -71,7 +71,6 @@ from psc_core.tasks.base import (
     Outputs,
     Task,
     run_network,
-    unusual_components,
 )
 
 if TYPE_CHECKING:
@@ -162,16 +161,10 @@ class Calibration(BaseCalibration):
         changed = super().changed(policy, changes)
         if "ambiguity_threshold" not in changes:
             return changed
-        return changed.model_copy(update={"risk": self.risk_below(changes["ambiguity_threshold"])})
-
-    def risk_below(self, threshold: float) -> float | None:
-        """Return which error rate the images of at most this entropy keep, with 95 % confidence; None: none is shown.
-
-        It holds for a threshold that was not chosen by the errors of these images.
-        """
-        accepted = int((self.entropies <= threshold).sum())
+        # The threshold was not chosen by the errors of the calibration images, so their bound holds for it.
+        accepted = int((self.entropies <= changes["ambiguity_threshold"]).sum())
         bound = float(self.error_bounds[accepted - 1]) if accepted else 1.0
-        return bound if bound < 1 else None
+        return changed.model_copy(update={"risk": bound if bound < 1 else None})
 
     def quantile(self, coverage: float) -> float:
         """Return the smallest probability with which a class is in a prediction set."""
@@ -398,6 +391,7 @@ class Classification(Task):
         "label": "BYTES",
         "class_index": "INT64",
     }
+    explained = ("nearest_class", "class_distances")
     own_settings = ("risk", "head_input")
     compares_network_output = True
 
@@ -424,17 +418,14 @@ class Classification(Task):
     def fit_head(cls, job: HeadJob) -> ClassifierHead:
         """Return the head, the network's own logits with a temperature, or the better of both."""
         selection = job.selection
-        tempered = logits = None
-        if selection.network_output is not None:
-            logits = selection.network_output[:]
-            tempered = fit_temperature_head(logits, selection.labels).to(job.device)
-            if job.predictions == "original":
-                return tempered
-        head = fit_head(job, cls.heads)
-        if tempered is None or logits is None:
-            return head
+        if selection.network_output is None:
+            return fit_head(job, cls.heads)
+        logits = selection.network_output[:]
+        tempered = fit_temperature_head(logits, selection.labels).to(job.device)
+        if job.predictions == "original":
+            return tempered
         z, logits, labels = (part.to(job.device) for part in (selection.head_input[:], logits, selection.labels))
-        return better_of(head, tempered, z, logits, labels)
+        return better_of(fit_head(job, cls.heads), tempered, z, logits, labels)
 
     @classmethod
     def calibrate(
@@ -510,20 +501,11 @@ class Classification(Task):
 
         return ClassificationTaskReport()
 
-    def explanations(
-        self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
-    ) -> list[dict[str, Any]]:
-        """Return one ``ClassificationExplanation`` for each image; a head may not split its uncertainty."""
-        split = {name: explanation.get(name) for name in ("aleatoric", "epistemic")}
-        return [
-            {
-                "nearest_class": classes[nearest],
-                "class_distances": np.ascontiguousarray(explanation["class_distances"][image]),
-                "unusual_components": unusual_components(explanation["component_deviation"][image]),
-                **{name: None if values is None else float(values[image]) for name, values in split.items()},
-            }
-            for image, nearest in enumerate(explanation["nearest_class"].tolist())
-        ]
+    def explain_head(
+        self, explanation: Mapping[str, npt.NDArray[Any]], image: int, layers: Sequence[str]
+    ) -> dict[str, Any]:
+        parts = ("aleatoric", "epistemic")  # None if the head does not split its uncertainty
+        return {name: float(explanation[name][image]) if name in explanation else None for name in parts}
 
 
 def fit_head(job: HeadJob, heads: Mapping[str, type[ClassifierHead]]) -> ClassifierHead:

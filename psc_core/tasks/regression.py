@@ -70,7 +70,6 @@ from psc_core.tasks.base import (
     Outputs,
     Task,
     run_network,
-    unusual_components,
 )
 from psc_core.text import parse_number
 
@@ -243,6 +242,7 @@ class Regression(Task):
         **dict.fromkeys((*REGRESSION_SCORES, "lower", "upper", CHECKS_OUTPUT), "FP32"),
         "is_ood": "BOOL",
     }
+    explained = ("nearest_bin", "bin_distances")
     has_numbers = True
     layer_quality = LinearFit
     own_settings = ("max_width",)
@@ -410,22 +410,27 @@ class Regression(Task):
 
         return RegressionTaskReport()
 
-    def explanations(
-        self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
-    ) -> list[dict[str, Any]]:
-        return [
-            {
-                "nearest_bin": classes[nearest],
-                "bin_distances": np.ascontiguousarray(explanation["class_distances"][image]),
-                "unusual_components": unusual_components(explanation["component_deviation"][image]),
-                **(
-                    {"nearest_examples": _nearest_examples(explanation, image, layers)}
-                    if "neighbour_image" in explanation
-                    else {}
-                ),
-            }
-            for image, nearest in enumerate(explanation["nearest_class"].tolist())
-        ]
+    def explain_head(
+        self, explanation: Mapping[str, npt.NDArray[Any]], image: int, layers: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return one ``LayerNeighbours`` for each layer that the head reads, if it reads layers."""
+        if "neighbour_image" not in explanation:
+            return {}
+        names = ("layer_weight", "neighbour_image", "neighbour_value", "neighbour_distance")
+        of_layers = zip(layers, *(explanation[name][image] for name in names), strict=True)
+        return {
+            "nearest_examples": [
+                {
+                    "layer": layer,
+                    "weight": float(weight),
+                    "examples": [
+                        {"image": int(position), "value": float(value), "distance": float(distance)}
+                        for position, value, distance in zip(*examples, strict=True)
+                    ],
+                }
+                for layer, weight, *examples in of_layers
+            ]
+        }
 
     def metric_labels(self, classes: tuple[str, ...]) -> tuple[str, ...]:
         return (self.target.name,)
@@ -458,22 +463,3 @@ def network_rmse(net: nn.Module, data: ImageDataset, compute: Compute) -> tuple[
     """Return the RMSE of the original network on images with numbers, and what it predicts."""
     predicted = run_network(net, data, compute)[:, 0]
     return metrics.rmse(predicted, known_values(data.values)), predicted
-
-
-def _nearest_examples(
-    explanation: Mapping[str, npt.NDArray[Any]], image: int, layers: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Return one ``LayerNeighbours`` for each layer that the head reads."""
-    names = ("neighbour_image", "neighbour_value", "neighbour_distance")
-    found = zip(layers, explanation["layer_weight"][image], *(explanation[name][image] for name in names), strict=True)
-    return [
-        {
-            "layer": layer,
-            "weight": float(weight),
-            "examples": [
-                {"image": int(position), "value": float(value), "distance": float(distance)}
-                for position, value, distance in zip(positions, values, distances, strict=True)
-            ],
-        }
-        for layer, weight, positions, values, distances in found
-    ]
