@@ -513,10 +513,13 @@ def fit_density(
     features, labels, num_classes, images, names = train
     counts = check_features(features, labels, num_classes=num_classes, class_names=names, minimum=2, images=images)
     z = _lengths(family, as_matrix(features))
+    limit = train.n_images - num_classes  # the largest P that the automatic choice may take
+    if family.has_class_covariances:
+        limit = min(limit, math.isqrt(WHITENER_ELEMENTS // num_classes))
     projection = fit_pca(
         z,
         kept=pca,
-        limit=_most_components(family, train),
+        limit=max(1, min(limit, family.maximum_components or limit)),
         minimum_variance=family.minimum_variance,
         feature_dtype=features.dtype,  # z may be float64 already; this says how exact the features are.
     )
@@ -536,14 +539,6 @@ def fit_density(
         "largest_increase": pooled.inverse.largest_increase,
     }
     return family(tensors, record=record | measured).to(z.device)
-
-
-def _most_components(family: type[Density], train: Examples) -> int:
-    """Return the largest P that the automatic choice may take."""
-    limit = train.n_images - train.num_classes
-    if family.has_class_covariances:
-        limit = min(limit, math.isqrt(WHITENER_ELEMENTS // train.num_classes))
-    return max(1, min(limit, family.maximum_components or limit))
 
 
 class Pooled(NamedTuple):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from psc_core.answers import UNNAMED, BasePolicy, ClassificationPolicy, RegressionPolicy, Target
 from psc_core.bundle import SCHEMA, Bundle, Manifest, read_bundle, write_bundle
-from psc_core.checks import Checks
 from psc_core.compute import own_state, resolve_device
 from psc_core.data.loaders import LoaderDescription
 from psc_core.errors import BundleError, FitError, PSCError, UsageError, of_this_machine, shorten
@@ -199,7 +198,7 @@ class FittedModel:
         """
         if not self.preprocess.is_known:
             raise UsageError(f"a bundle has to say how files become inputs; {MAKE_KNOWN}")
-        scorer, checks = self.pipeline.scorer, self.pipeline.checks
+        scorer, checks, layer_map = self.pipeline.scorer, self.pipeline.checks, self.pipeline.map
         backbone, others = storable_backbone(self, graph=graph), self.head_layers[1:]
         files = {
             "projection": scorer.projection.state_dict(),
@@ -207,15 +206,6 @@ class FittedModel:
             "head": scorer.head.state_dict(),
             "calibration": self.calibration.tensors(),
         }
-        if backbone.onnx is None:
-            files["backbone"] = backbone.state_dict()
-        if checks is not None:
-            of_texture = {} if scorer.texture is None else scorer.texture.state_dict()
-            files["checks"] = {**checks.state_dict(), **{f"texture.{name}": of_texture[name] for name in of_texture}}
-        if self.pipeline.map is not None:
-            files["map"] = self.pipeline.map.density.state_dict()
-        if self.pipeline.stored_images is not None:
-            files["stored_images"] = self.pipeline.stored_images.tensors()
         fields = {
             "schema_version": SCHEMA,
             "name": self.name,
@@ -231,25 +221,24 @@ class FittedModel:
             "density": scorer.density.config(),
             "head": {**scorer.head.config(), **({"layers": list(others)} if others else {})},
             "calibration": {"images": len(self.calibration)},
-            **({} if checks is None else {"checks": self._checks_config(checks)}),
-            **({} if self.pipeline.map is None else {"map": self.pipeline.map.config()}),
-            **({} if self.pipeline.stored_images is None else {"stored_images": self.pipeline.stored_images.sizes}),
             "collapse": self.report.get("collapse"),
             "metrics": self.report.get("metrics", {}),
             "provenance": self.report.get("provenance", {}),
         }
+        if backbone.onnx is None:
+            files["backbone"] = backbone.state_dict()
+        if checks is not None:
+            files["checks"], texture = checks.state_dict(), None
+            if scorer.texture is not None:
+                files["checks"] |= {f"texture.{name}": tensor for name, tensor in scorer.texture.state_dict().items()}
+                layer, below = self.backbone.layers[-1], checks.texture_counts_below
+                texture = {"layer": layer, "density": scorer.texture.config(), "counts_below": below}
+            fields["checks"] = {"names": checks.names, "images": checks.ascending.shape[1], "texture": texture}
+        if layer_map is not None:
+            files["map"], fields["map"] = layer_map.density.state_dict(), layer_map.config()
+        if (stored := self.pipeline.stored_images) is not None:
+            files["stored_images"], fields["stored_images"] = stored.tensors(), stored.sizes
         return write_bundle(Path(path), fields, files, backbone.onnx)
-
-    def _checks_config(self, checks: Checks) -> dict[str, Any]:
-        texture = self.pipeline.scorer.texture
-        config: dict[str, Any] = {"names": checks.names, "images": checks.ascending.shape[1], "texture": None}
-        if texture is not None:
-            config["texture"] = {
-                "layer": self.backbone.layers[-1],
-                "density": texture.config(),
-                "counts_below": checks.texture_counts_below,
-            }
-        return config
 
     @classmethod
     @own_state()

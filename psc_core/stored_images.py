@@ -56,7 +56,21 @@ class StoredImages(nn.Module):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.sizes = _checked(tensors)
+        sizes: dict[str, int] = {}
+        for name in filter(tensors.__contains__, _LAYOUT):  # fixed order, so that a fault has one message
+            tensor, shape, (dtype, axes) = tensors[name], tuple(tensors[name].shape), _LAYOUT[name]
+            expected = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes, shape, strict=False))
+            if tensor.dtype != dtype or len(shape) != len(axes) or shape != expected or not tensor.numel():
+                raise BundleError(
+                    f"expected {dtype} stored_images.{name} with axes {axes} and the sizes {sizes}, got "
+                    f"{tensor.dtype} {shape}; fit the bundle again"
+                )
+        if sizes["count"] > MAX_COUNT or max(sizes["height"], sizes["width"]) > SIDE or sizes["channels"] not in (1, 3):
+            raise BundleError(
+                f"expected at most {MAX_COUNT} stored images of 1 or 3 channels and at most {SIDE} × {SIDE} pixels, "
+                f"got sizes {sizes}; fit the bundle again"
+            )
+        self.sizes = sizes  # of the axes: with :meth:`tensors` they restore the images
         self.register_buffer("embedding", tensors["embedding"], persistent=False)
         # Plain attributes, which stay on the host when the module moves to a device.
         self._on_host = {name: tensor.cpu() for name, tensor in tensors.items() if name != "embedding"}
@@ -133,25 +147,6 @@ class StoredImages(nn.Module):
         if kept not in self._pngs:
             self._pngs[kept] = as_base64(png_of(self._on_host["pixels"][kept].numpy()))
         return self._pngs[kept]
-
-
-def _checked(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Check the tensors and return the sizes of their axes."""
-    sizes: dict[str, int] = {}
-    for name in filter(tensors.__contains__, _LAYOUT):  # fixed order, so that a fault has one message
-        tensor, shape, (dtype, axes) = tensors[name], tuple(tensors[name].shape), _LAYOUT[name]
-        expected = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes, shape, strict=False))
-        if tensor.dtype != dtype or len(shape) != len(axes) or shape != expected or not tensor.numel():
-            raise BundleError(
-                f"expected {dtype} stored_images.{name} with axes {axes} and the sizes {sizes}, got {tensor.dtype} "
-                f"{shape}; fit the bundle again"
-            )
-    if sizes["count"] > MAX_COUNT or max(sizes["height"], sizes["width"]) > SIDE or sizes["channels"] not in (1, 3):
-        raise BundleError(
-            f"expected at most {MAX_COUNT} stored images of 1 or 3 channels and at most {SIDE} × {SIDE} pixels, got "
-            f"sizes {sizes}; fit the bundle again"
-        )
-    return sizes
 
 
 def check_count(count: int, classes: int) -> None:

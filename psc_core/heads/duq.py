@@ -59,11 +59,7 @@ class DuqHead(ClassifierHead):
                 "centroids": centroids,
                 **{name: torch.tensor(value, device=embedding.device) for name, value in chosen.items()},
             },
-            record={
-                **chosen,
-                "shrinkage": shrinkage,
-                "val_nll": nll(exponent * log_kernels, labels).mean().item(),
-            },
+            record={**chosen, "shrinkage": shrinkage, "val_nll": nll(exponent * log_kernels, labels).mean().item()},
         )
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> ClassifierOutput:
