@@ -273,12 +273,6 @@ class Response(Document):
         policy: BasePolicy
         predictions: Sequence[BaseAnswer]
 
-    @classmethod
-    def is_of(cls, document: Mapping[str, Any]) -> bool:
-        """Return whether a document claims to be such an answer: it has all members that the class requires."""
-        required = {name for name, field in cls.model_fields.items() if field.is_required()}
-        return required <= document.keys()
-
 
 ASKED_FOR: Final = ("top", "explanation")  # fields that an answer has only where a request asks for them
 
@@ -446,8 +440,9 @@ REGRESSION_SCORES: Final = scores_of(RegressionAnswer)  # names of the scores, i
 
 
 def response_type(document: Mapping[str, Any]) -> type[Response]:
-    """Return the answer that a document claims to be."""
-    return RegressionResponse if RegressionResponse.is_of(document) else ClassificationResponse
+    """Return the answer that a document claims to be: one with all members that it requires."""
+    required = {name for name, field in RegressionResponse.model_fields.items() if field.is_required()}
+    return RegressionResponse if required <= document.keys() else ClassificationResponse
 
 
 class PredictQuery(BaseModel):
