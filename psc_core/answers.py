@@ -19,12 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from psc_core.errors import UsageError, all_faults
 from psc_core.text import compose
 
-
-def _composed(value: Any) -> Any:
-    return compose(value) if isinstance(value, str) else value
-
-
-_Name = Annotated[str, BeforeValidator(_composed)]
+_Name = Annotated[str, BeforeValidator(lambda value: compose(value) if isinstance(value, str) else value)]
 
 
 class Target(BaseModel):
@@ -53,13 +48,9 @@ class Target(BaseModel):
 
 
 UNNAMED: Final = Target(name="value")  # the target of numbers that nobody named
-
-
 # A false-alarm rate; below 10⁻⁹ no calibration set could attain it.
 Alpha = Annotated[float, Field(ge=1e-9, lt=1, description="`is_ood` when the p-value is at most this.")]
-
 Coverage = Annotated[float, Field(gt=0, lt=1, description="Nominal coverage of `prediction_set`, or of the interval.")]
-
 BETTER_THAN_GUESSING: Final = "better_than_guessing"  # a metric's key: whether predictions depend on images
 
 
@@ -96,12 +87,11 @@ def guessing(metrics: Mapping[str, Any]) -> str:
     return "THE MODEL IS NO BETTER THAN GUESSING: its weights or its preprocessing are wrong; "
 
 
-def describe_accuracy(metrics: Mapping[str, Any], name: str) -> str:
+def describe_accuracy(metrics: Mapping[str, Any]) -> str:
     """Return how good the model is on how many images, in brackets; empty if a manifest does not say so."""
-    count, value = metrics.get("validation_images"), metrics.get(name)
-    if isinstance(count, int) and isinstance(value, int | float):
-        return f" ({count} images, {name} {value:.3g})"
-    return ""
+    count, value = metrics.get("validation_images"), metrics.get("accuracy")
+    known = isinstance(count, int) and isinstance(value, int | float)
+    return f" ({count} images, accuracy {value:.3g})" if known else ""
 
 
 FLOAT32_ROUNDING: Final = 1e-4  # by how much rounded entropies and probabilities may leave their range
@@ -137,7 +127,7 @@ class ClassificationPolicy(BasePolicy):
         if self.ambiguity_threshold < 0:
             found = (
                 "NOTHING IS ACCEPTED, every image is abstain_ambiguous: no entropy threshold was shown to keep the "
-                f"error rate at {RISKS[-1]:.0%} or less{describe_accuracy(metrics, 'accuracy')}; check the weights and "
+                f"error rate at {RISKS[-1]:.0%} or less{describe_accuracy(metrics)}; check the weights and "
                 "the preprocessing, or validate on more images"
             )
         elif self.risk is None:
@@ -148,7 +138,7 @@ class ClassificationPolicy(BasePolicy):
         else:
             found = f"of the accepted images at most {100 * self.risk:.3g} % are wrong (95 % confidence)"
             if self.risk > RISKS[0] and metrics.get("risk_asked") is None:
-                found += f"; no lower rate could be shown{describe_accuracy(metrics, 'accuracy')}"
+                found += f"; no lower rate could be shown{describe_accuracy(metrics)}"
         return guessing(metrics) + found
 
     def surprises(self, metrics: Mapping[str, Any]) -> bool:
@@ -189,20 +179,15 @@ class RegressionPolicy(BasePolicy):
 ACCEPT: Final = "accept"  # the decision of every task on an image that can be relied on, the first of its decisions
 
 _SCORE: Final = "score"
-
 Score = Annotated[float, _SCORE]  # a column of the packed outputs: a number that the network computes for each image
-
 LogDensity = Annotated[Score, Field(description="Log density of the features, nats.")]
-
 OodScore = Annotated[
     Score,
     Field(
         description="What the checks make of the image, or −`log_density` without checks, nats; higher is more unusual."
     ),
 ]
-
 PValue = Annotated[Score, Field(ge=0, le=1, description="(1 + #{calibration OOD scores ≥ this}) / (n + 1).")]
-
 CheckPValues = Annotated[
     dict[str, float] | None,
     Field(
@@ -210,7 +195,6 @@ CheckPValues = Annotated[
         "(no class has much evidence); left out for a model without checks."
     ),
 ]
-
 IsOod = Annotated[bool, Field(description="p-value ≤ alpha.")]
 
 
@@ -289,12 +273,6 @@ class Response(Document):
         policy: BasePolicy
         predictions: Sequence[BaseAnswer]
 
-    @classmethod
-    def is_of(cls, document: Mapping[str, Any]) -> bool:
-        """Return whether a document claims to be such an answer: it has all members that the class requires."""
-        required = {name for name, field in cls.model_fields.items() if field.is_required()}
-        return required <= document.keys()
-
 
 ASKED_FOR: Final = ("top", "explanation")  # fields that an answer has only where a request asks for them
 
@@ -305,7 +283,6 @@ def scores_of(prediction: type[BaseAnswer]) -> tuple[str, ...]:
 
 
 ClassificationDecision = Literal["accept", "abstain_ambiguous", "abstain_ood"]
-
 CLASSIFICATION_DECISIONS: Final[tuple[str, ...]] = get_args(ClassificationDecision)  # their positions are codes
 
 
@@ -387,7 +364,6 @@ CLASSIFICATION_SCORES: Final = scores_of(ClassificationAnswer)  # names of the s
 
 
 RegressionDecision = Literal["accept", "abstain_uncertain", "abstain_ood"]
-
 REGRESSION_DECISIONS: Final[tuple[str, ...]] = get_args(RegressionDecision)  # their positions are codes
 
 
@@ -464,8 +440,9 @@ REGRESSION_SCORES: Final = scores_of(RegressionAnswer)  # names of the scores, i
 
 
 def response_type(document: Mapping[str, Any]) -> type[Response]:
-    """Return the answer that a document claims to be."""
-    return RegressionResponse if RegressionResponse.is_of(document) else ClassificationResponse
+    """Return the answer that a document claims to be: one with all members that it requires."""
+    required = {name for name, field in RegressionResponse.model_fields.items() if field.is_required()}
+    return RegressionResponse if required <= document.keys() else ClassificationResponse
 
 
 class PredictQuery(BaseModel):

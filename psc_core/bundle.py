@@ -128,8 +128,6 @@ class _Grid(_Strict):
 
 
 class MapSection(_Strict):
-    """The section ``map``: the layer that a map reads."""
-
     layer: str
     grid: _Grid
     density: _FittedSection
@@ -309,13 +307,11 @@ def _repeated(provenance: Any) -> str:
     words = ["--model", spec]
     for name, value in provenance["model_args"].items():
         words += ["--model-arg", f"{_plain(name)}={_plain(value)}"]
-    of_machine = settings_where(of_machine=True)
-    for name in (name for name in settings_where() if name not in of_machine):
+    for name in settings_where(of_machine=False):
         value = provenance["settings"].get(name)
         if value is not None and value is not False:
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [_plain(value)])]
-    line = " ".join(words)
-    if len(line) > _MAX_REPEATED:
+    if len(line := " ".join(words)) > _MAX_REPEATED:
         raise ValueError(f"{len(line)} characters")
     return line
 
@@ -548,12 +544,10 @@ def _read_file(folder: Path, name: str, limit: int) -> bytes:
 
 def _read_entry(folder: Path, name: str, entry: FileEntry) -> bytes:
     """Return the content of a file if it is as the manifest describes it."""
-    file = folder / name
-    blob = _read_file(folder, name, entry.bytes)
+    file, blob = folder / name, _read_file(folder, name, entry.bytes)
     if len(blob) != entry.bytes:
         raise BundleError(f"{file}: expected {entry.bytes} bytes, got {len(blob)}; copy the bundle again")
-    digest = hashlib.sha256(blob).hexdigest()
-    if digest != entry.sha256:
+    if (digest := hashlib.sha256(blob).hexdigest()) != entry.sha256:
         raise BundleError(
             f"{file}: expected SHA-256 {entry.sha256[:12]}…, got {digest[:12]}…; the file was altered "
             "or damaged, copy the bundle again"

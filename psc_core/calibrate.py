@@ -1,14 +1,9 @@
 """Calibrate a model on images that nothing was chosen on, through the path that serves.
 
 A fit calibrates a :class:`.Scorer` (:func:`calibrate_scorer`); later, a fitted :class:`.Pipeline` is calibrated again
-on other images (:func:`calibrate_pipeline`).  Both run n images through the network and get, by name, scores of shape
-(n,) and probabilities (n, K); from them come
-
-    s        (n,)           the OOD score of each image, higher is more unusual: the checks combined, or −log p
-    sorted   (n,)           s in ascending order, to which the served p-value of a new image is compared
-    ``Calibrated``          the task's calibration, the thresholds of its policy, and metrics of the n images
-
-All results are on the CPU.  Where images stand for several others, ``weights`` (n,) says for how many.
+on other images (:func:`calibrate_pipeline`).  Both run n images through the network; from scores (n,) by name and
+probabilities (n, K) come the task's calibration, the thresholds of its policy, and metrics of the n images, on the CPU.
+Where images stand for several others, ``weights`` (n,) says for how many.
 
 Later a bundle is calibrated again, on the random sample of a prediction log, with people's labels.  Network,
 projection, density, head and checks stay.  p-values, prediction sets or intervals and the ambiguity threshold come from
@@ -40,7 +35,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from itertools import groupby
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -111,9 +106,8 @@ def calibrate_scorer(
         selected = score_dataset(scorer, data.selection, compute, "selection").scores
         fitted_checks = fit_checks(checks, check_values(checks, selected), check_values(checks, scored.scores))
     ood_score, _ = ood_score_of(scored.scores, fitted_checks)
-    calibrated = data.task_type.calibrate(scored, ood_score, data.calibration, job.settings)
-    pipeline = Pipeline(scorer, calibrated.calibration.ood_scores, fitted_checks, layer_map, stored_images)
-    return pipeline, calibrated
+    found = data.task_type.calibrate(scored, ood_score, data.calibration, job.settings)
+    return Pipeline(scorer, found.calibration.ood_scores, fitted_checks, layer_map, stored_images), found
 
 
 def calibrate_pipeline(
@@ -125,10 +119,7 @@ def calibrate_pipeline(
     *,
     or_higher: bool = False,  # whether a higher risk may replace one that cannot be shown
 ) -> tuple[Pipeline, Calibrated]:
-    """Return a pipeline calibrated again, on ``data`` alone.
-
-    Everything that was chosen stays, and so do the values of the selection split that the checks are fitted to.
-    """
+    """Return a pipeline calibrated again, on ``data`` alone; everything that was chosen stays."""
     images = len(data) if weights is None else effective_count(weights)
     task.check(settings.changed({"risk": None}) if or_higher else settings, images)
     check_rates(images, alpha=settings.alpha, coverage=settings.coverage)
@@ -175,8 +166,8 @@ def warn_of_policy(policy: BasePolicy, metrics: Mapping[str, Any]) -> None:
 def refit_temperature(pipeline: Pipeline, data: ImageDataset, settings: FitSettings) -> Pipeline:
     """Return a pipeline with a new temperature of the original network, chosen on images that do not calibrate.
 
-    The check ``confidence`` reads logits divided by the temperature; where that changes, the checks are fitted to the
-    same images again.  The result has to be calibrated.  A pipeline whose head predicts is returned as it is.
+    It has to be calibrated.  The check ``confidence`` reads logits divided by the temperature; where that changes, the
+    checks are fitted to the same images again.
     """
     compute = settings.compute()
     scored = score_dataset(pipeline.scorer, data, compute, "temperature")
@@ -198,13 +189,9 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
             f"calibration of a {model.task.noun} does not read {', '.join(sorted(unread))}; it takes {', '.join(known)}"
         )
     rates = {name: value for name, value in model.policy.model_dump().items() if name in known and name != "risk"}
-    return FitSettings(device=model.device, **rates, risk=risk_asked(model)).changed(changes)
-
-
-def risk_asked(model: FittedModel) -> float | None:
-    """Return the risk that the user of a fit asked for; None where it was left to the fit."""
-    asked = model.report.get("metrics", {}).get("risk_asked")
-    return asked if isinstance(asked, float) and 0 < asked < 1 else None
+    asked = model.report.get("metrics", {}).get("risk_asked")  # None where it was left to the fit.
+    risk = asked if isinstance(asked, float) and 0 < asked < 1 else None
+    return FitSettings(device=model.device, **rates, risk=risk).changed(changes)
 
 
 @torch.inference_mode()
@@ -286,7 +273,16 @@ def read_sample(
             f"{len(reviewed)} are reviewed and none of them has a label; label those of psc-log review --sample: "
             "others were chosen for what they look like, and no rate comes from them"
         )
-    return _sample(log, model, reviewed, days, len(logged))
+    by_kind = {kind: [image for image in reviewed if image.kind == kind] for kind in (NONE_OF_THE_CLASSES, CANNOT_TELL)}
+    # In the order of their digests over all days: a part of them is as random a sample as the whole.
+    of_class = sorted((image for image in reviewed if image.kind == LABEL), key=lambda image: image.sha256)
+    return Sample(
+        _labelled(log, model, of_class),
+        torch.tensor([1 / image.probability for image in of_class], dtype=torch.float64),
+        {kind: _data(log, model, images) for kind, images in by_kind.items() if images},
+        (days[0], days[-1]),
+        len(logged),
+    )
 
 
 def read_outside(
@@ -345,19 +341,6 @@ def reviewed_of(images: Iterable[LoggedLabel]) -> list[LoggedLabel]:
     return found
 
 
-def _sample(log: Log, model: FittedModel, reviewed: Sequence[LoggedLabel], days: Sequence[str], logged: int) -> Sample:
-    by_kind = {kind: [i for i in reviewed if i.kind == kind] for kind in (NONE_OF_THE_CLASSES, CANNOT_TELL)}
-    # In the order of their digests over all days: a part of them is as random a sample as the whole.
-    of_class = sorted((image for image in reviewed if image.kind == LABEL), key=lambda image: image.sha256)
-    return Sample(
-        _labelled(log, model, of_class),
-        torch.tensor([1 / image.probability for image in of_class], dtype=torch.float64),
-        {kind: _data(log, model, images) for kind, images in by_kind.items() if images},
-        (days[0], days[-1]),
-        logged,
-    )
-
-
 def _labelled(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> ImageDataset:
     """Return images that show a class or a number, labelled with it."""
     said = [str(image.label) for image in images]
@@ -413,12 +396,8 @@ class Extension:
         }
 
 
-class _DensityInputs(NamedTuple):
-    """The features of n images that the densities read, on the CPU."""
-
-    density_input: Float[Tensor, "n dim"]
-    early: Float[Tensor, "n channels"] | None  # of the check ``texture``; None for a model without
-    labels: Int[Tensor, " n"]
+# The features of n images that the density and the check ``texture`` read, and labels, on the CPU.
+_DensityInputs = tuple[Float[Tensor, "n dim"], Float[Tensor, "n channels"] | None, Int[Tensor, " n"]]
 
 
 def seen_examples(model: FittedModel) -> int:
@@ -457,10 +436,10 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
 
 def extend_pipeline(pipeline: Pipeline, read: _DensityInputs, examples: int, times: int) -> Pipeline:
     """Return a pipeline whose densities have seen more images, each of them ``times`` times."""
-    scorer, texture = pipeline.scorer, None
-    found = extend_density(scorer.density, read.density_input, read.labels, examples=examples, times=times)
-    if scorer.texture is not None and read.early is not None:
-        texture = extend_density(scorer.texture, read.early, read.labels, examples=examples, times=times).density
+    (density_input, early, labels), scorer, texture = read, pipeline.scorer, None
+    found = extend_density(scorer.density, density_input, labels, examples=examples, times=times)
+    if scorer.texture is not None and early is not None:
+        texture = extend_density(scorer.texture, early, labels, examples=examples, times=times).density
     stored_images = None if pipeline.stored_images is None else pipeline.stored_images.moved(found.moved)
     scorer = scorer.replace(density=found.density, texture=texture).to(scorer.scale.device)
     return pipeline.with_scorer(scorer, stored_images=stored_images)
@@ -468,20 +447,20 @@ def extend_pipeline(pipeline: Pipeline, read: _DensityInputs, examples: int, tim
 
 def _choose(aurocs: Mapping[int, Auroc]) -> int:
     """Return the times with the least regret, on a tie the smallest, among those that lose little everywhere."""
-    before = aurocs[0]
-    allowed = [
-        times for times in aurocs if all(value >= before[name] - LARGEST_LOSS for name, value in aurocs[times].items())
-    ]
     named = {str(times): of_transform for times, of_transform in aurocs.items()}
+    allowed = [
+        times
+        for times, found in aurocs.items()
+        if all(value >= aurocs[0][name] - LARGEST_LOSS for name, value in found.items())
+    ]
     return min(allowed, key=lambda times: (regret(named, str(times)), times))
 
 
 def _aurocs(checks: Checks | None, values: Mapping[str, Float[Tensor, "n checks"]]) -> dict[str, float]:
-    if checks is None:
-        scores = {name: each[:, 0] for name, each in values.items()}
-    else:
-        device = checks.ascending.device
-        scores = {name: checks.score(each.to(device)).cpu() for name, each in values.items()}
+    scores = {
+        name: each[:, 0] if checks is None else checks.score(each.to(checks.ascending.device)).cpu()
+        for name, each in values.items()
+    }
     return {name: auroc(scores[REAL], altered) for name, altered in scores.items() if name != REAL}
 
 
@@ -493,7 +472,7 @@ def _read(scorer: Scorer, data: ImageDataset, compute: Compute) -> _DensityInput
         inputs.append(embedding.density_input.cpu())
         early += [] if embedding.early is None else [embedding.early.cpu()]
         labels.append(batch.first_labels())
-    return _DensityInputs(torch.cat(inputs), torch.cat(early) if early else None, torch.cat(labels))
+    return torch.cat(inputs), torch.cat(early) if early else None, torch.cat(labels)
 
 
 def _synthetic_values(
@@ -534,7 +513,13 @@ def recalibrate_from_sample(
         chooses, rest = sample.at(order[:count]), sample.at(order[count:])
         real = chooses.of_class.subset(thin(chooses.weights).nonzero()[:, 0])
         if more is not None:
-            _check_enough(real, sample)
+            if len(real) < FEWEST_TO_CHOOSE:
+                raise UsageError(
+                    "a quarter of the sampled images of a class compares the densities and calibrates nothing: at "
+                    f"least {FEWEST_TO_CHOOSE}, and of {len(sample.of_class)} labelled that are {len(real)} that count "
+                    f"equally; review at least {round(FEWEST_TO_CHOOSE / CHOOSES)} drawn equally, or leave out "
+                    "--extend-density"
+                )
             extension = extend(model, more, real, settings.compute())
             pipeline, calibrates = extension.pipeline, rest
             lines.append(extension.table())
@@ -545,7 +530,15 @@ def recalibrate_from_sample(
     pipeline, calibrated = calibrate_pipeline(
         pipeline, type(model.task), calibrates.of_class, settings, calibrates.weights, or_higher="risk" not in changes
     )
-    entry = _entry(sample, calibrates, extension)
+    entry = {
+        "days": list(sample.days),
+        "labels": len(sample.of_class),
+        "calibrated_on": len(calibrates.of_class),
+        "effective_sample_size": effective_count(calibrates.weights),
+        **{kind: len(images) for kind, images in sample.others.items()},
+        "sha256": sample.of_class.digest(),
+        **({} if extension is None else {"extension": extension.to_json()}),
+    }
     found = with_calibration(model, pipeline, calibrated, calibrates.of_class, entry)
     policy = calibrated.policy
     lines = [policy.headline(calibrated.metrics), *lines]
@@ -558,27 +551,6 @@ def recalibrate_from_sample(
         before, after = (_alarms(each, images) for each in (model, found))
         lines.append(f"alarms on the {len(images)} images labelled {kind}: {before:.1%} before, {after:.1%} now")
     return Recalibrated(found, tuple(lines), tuple(filter(None, ["" if extension is None else extension.warning()])))
-
-
-def _check_enough(real: ImageDataset, sample: Sample) -> None:
-    if len(real) < FEWEST_TO_CHOOSE:
-        raise UsageError(
-            f"a quarter of the sampled images of a class compares the densities and calibrates nothing: at least "
-            f"{FEWEST_TO_CHOOSE}, and of {len(sample.of_class)} labelled that are {len(real)} that count equally; "
-            f"review at least {round(FEWEST_TO_CHOOSE / CHOOSES)} drawn equally, or leave out --extend-density"
-        )
-
-
-def _entry(sample: Sample, calibrates: Sample, extension: Extension | None) -> dict[str, Any]:
-    return {
-        "days": list(sample.days),
-        "labels": len(sample.of_class),
-        "calibrated_on": len(calibrates.of_class),
-        "effective_sample_size": effective_count(calibrates.weights),
-        **{kind: len(images) for kind, images in sample.others.items()},
-        "sha256": sample.of_class.digest(),
-        **({} if extension is None else {"extension": extension.to_json()}),
-    }
 
 
 def _alarms(model: FittedModel, images: ImageDataset) -> float:

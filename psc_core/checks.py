@@ -81,7 +81,6 @@ from psc_core.text import align
 IMAGES: Final = 1000  # maximum number of images from which others are made
 REAL: Final = "real"
 MIXED: Final = "mixed"
-
 CONTRAST: Final = 4.0  # factor on the deviations from an image's mean
 
 
@@ -94,7 +93,6 @@ def mix(images: Pixels, labels: Int[Tensor, " batch"], generator: torch.Generato
 
 
 def turn(images: Pixels) -> Pixels:
-    """Rotate by 90°, and resize if the images are not square."""
     turned = torch.rot90(images, 1, (2, 3))
     if turned.shape == images.shape:
         return turned
@@ -102,25 +100,17 @@ def turn(images: Pixels) -> Pixels:
     return resized.round().to(torch.uint8)
 
 
-def turn_upside_down(images: Pixels) -> Pixels:
-    """Rotate by 180°."""
-    return torch.rot90(images, 2, (2, 3))
-
-
 def binarise(images: Pixels) -> Pixels:
-    """Set each channel to white above its median, and to black elsewhere."""
     median = images.flatten(2).float().median(dim=2).values[:, :, None, None]
     return (images > median).to(torch.uint8) * 255
 
 
 def raise_contrast(images: Pixels) -> Pixels:
-    """Multiply the deviations from an image's mean by :data:`CONTRAST`, clamped to black and white."""
     grey: Float[Tensor, "batch 1 1 1"] = images.float().mean(dim=(1, 2, 3), keepdim=True)
     return torch.addcmul(grey, images - grey, torch.tensor(CONTRAST)).clamp(0, 255).round().to(torch.uint8)
 
 
 def frame(images: Pixels) -> Pixels:
-    """Keep the middle half of height and width, with black around it."""
     height, width = images.shape[2:]
     top, left = height // 4, width // 4
     framed = torch.zeros_like(images)
@@ -129,10 +119,9 @@ def frame(images: Pixels) -> Pixels:
     return framed
 
 
-# The transforms that need only one image.
-TRANSFORMS: Final[Mapping[str, Callable[[Pixels], Pixels]]] = {
+TRANSFORMS: Final[Mapping[str, Callable[[Pixels], Pixels]]] = {  # those that need only one image
     "turned": turn,
-    "upside_down": turn_upside_down,
+    "upside_down": lambda images: torch.rot90(images, 2, (2, 3)),
     "binary": binarise,
     "contrast": raise_contrast,
     "framed": frame,
@@ -160,10 +149,7 @@ def synthetic_batches(
 def by_transform(
     batches: Iterable[Mapping[str, Tensor]], step: Callable[[Tensor], Mapping[Any, Tensor]]
 ) -> dict[str, dict[Any, Tensor]]:
-    """Concatenate the results of ``step`` over the batches, (n, …) by transform and name, on the CPU.
-
-    ``step`` maps a batch of pixels to named results, the same names for each batch.
-    """
+    """Concatenate the named results of ``step`` over the batches, (n, …) by transform and name, on the CPU."""
     parts: dict[str, dict[Any, list[Tensor]]] = {}
     for made in batches:
         for transform, images in made.items():
@@ -177,7 +163,6 @@ def by_transform(
 
 CROP: Final = "crop"
 TEXTURE: Final = "texture"
-
 PATCHES: Final = (CROP, TEXTURE)
 
 
@@ -251,11 +236,9 @@ def log_p_values(
     pieces: Float[Tensor, "checks m_plus_1 3"],
     values: Float[Tensor, "checks batch"],
 ) -> Float[Tensor, "checks batch"]:
-    """Return log p-values in nats, float64: continuous and decreasing in each value; NaN for NaN.
+    """Return log p-values in nats, continuous and decreasing in each value; NaN for NaN.
 
-    In float32 a score would depend on the position of its image in a batch.
-
-    ``values`` are contiguous, of the same dtype as ``ascending``.
+    They are float64: in float32 a score would depend on the position of its image in a batch.
     """
     lines = torch.searchsorted(ascending, values, right=True)
     start, value, slope = pieces.gather(1, lines[..., None].expand(-1, -1, 3)).unbind(2)
@@ -264,7 +247,6 @@ def log_p_values(
 
 DENSITY: Final = "content"  # as bundles and answers call the check that reads the model's density
 CONFIDENCE: Final = "confidence"
-
 CHECKS: Final = (TEXTURE, DENSITY, CONFIDENCE)  # the names of all checks; a model has some of them, in this order
 
 
@@ -279,15 +261,7 @@ def check_values(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batc
 
 
 class Checks(nn.Module):
-    """Combines values into one OOD score, and gives the p-value of each check.
-
-    Args:
-        names: Some of :data:`CHECKS`, in that order.
-        ascending: ``float32 (G, m)`` values that ``p_g`` is fitted to, sorted.
-        scales: ``float32 (G,)`` scales of the tails, positive.
-        calibration: ``float32 (G, n)`` values of the calibration images, sorted.
-        texture_counts_below: τ of ``texture``, in (0, 1].
-    """
+    """Combines values into one OOD score, and gives the p-value of each check."""
 
     ascending: Tensor
     scales: Tensor
@@ -297,11 +271,11 @@ class Checks(nn.Module):
 
     def __init__(
         self,
-        names: Sequence[str],
-        ascending: Tensor,
-        scales: Tensor,
-        calibration: Tensor,
-        texture_counts_below: float = 1.0,
+        names: Sequence[str],  # some of :data:`CHECKS`, in that order
+        ascending: Tensor,  # float32 (G, m) values that ``p_g`` is fitted to, sorted
+        scales: Tensor,  # float32 (G,) scales of the tails, positive
+        calibration: Tensor,  # float32 (G, n) values of the calibration images, sorted
+        texture_counts_below: float = 1.0,  # τ of ``texture``, in (0, 1]
     ) -> None:
         super().__init__()
         self.names = tuple(names)
@@ -377,9 +351,7 @@ def tail_scales(ascending: Float[Tensor, "m checks"]) -> Float[Tensor, " checks"
 
 
 Auroc = Mapping[str, float]  # the AUROC for each transform of synthetic OOD images
-
-# The key of a bundle that lists transforms of synthetic OOD images, or the patches of a map, as their AUROCs follow.
-KINDS_KEY: Final = "kinds"
+KINDS_KEY: Final = "kinds"  # in a bundle: the transforms, or the patches of a map, as their AUROCs follow
 
 
 def best_of(aurocs: Mapping[str, Auroc]) -> dict[str, float]:
@@ -409,9 +381,8 @@ class CheckChoice:
     @property
     def chosen(self) -> str:
         """The option with the least regret."""
-        return min(
-            self.selectable, key=lambda name: (regret(self.aurocs, name), -statistics.mean(self.aurocs[name].values()))
-        )
+        means = {name: statistics.mean(of_transform.values()) for name, of_transform in self.aurocs.items()}
+        return min(self.selectable, key=lambda name: (regret(self.aurocs, name), -means[name]))
 
     def table(self) -> str:
         """Return one line for each option, least regret first, with its AUROC for each transform."""

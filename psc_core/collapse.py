@@ -50,7 +50,6 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -103,6 +102,7 @@ class LayerQuality(ABC):
         self.train = train
         self.selection = selection
         self.compute = compute
+        self._kept: dict[str, Tensor] = {}  # what is kept of each layer until the qualities are asked for
 
     @abstractmethod
     def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
@@ -125,10 +125,6 @@ class NearestMean(LayerQuality):
 
     name, column, legend, of_means = "NC4", "nc4", "NC4 (nearest class mean right)", True
 
-    def __init__(self, train: ImageDataset, selection: ImageDataset, compute: Compute) -> None:
-        super().__init__(train, selection, compute)
-        self._hits: dict[str, npt.NDArray[np.uint8]] = {}  # bits, one an example
-
     @torch.inference_mode()
     def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
         (layers, ranges), compute, device = group, self.compute, self.compute.device
@@ -150,11 +146,11 @@ class NearestMean(LayerQuality):
                     if number == len(ranges):
                         hits[row, at] = (total.argmin(1).to(device)[image_index] == labels).to(hits.dtype)
         for layer, of_layer in zip(layers, compute.sum_(hits).cpu().numpy(), strict=True):
-            self._hits[layer.name] = np.packbits(of_layer)
+            self._kept[layer.name] = torch.from_numpy(np.packbits(of_layer))
 
     def hits(self, layer: str) -> Bool[Tensor, " examples"]:
         """Return whether each labelled selection example's nearest class mean after ``layer`` is that of its label."""
-        return torch.from_numpy(np.unpackbits(self._hits[layer], count=self.selection.examples)).bool()
+        return torch.from_numpy(np.unpackbits(self._kept[layer].numpy(), count=self.selection.examples)).bool()
 
     def value(self, layer: str) -> float:
         return int(self.hits(layer).sum()) / self.selection.examples
@@ -227,10 +223,6 @@ class LinearFit(LayerQuality):
 
     name, column, legend, of_means = "R²", "r2", "R² (of a linear fit)", False
 
-    def __init__(self, train: ImageDataset, selection: ImageDataset, compute: Compute) -> None:
-        super().__init__(train, selection, compute)
-        self._errors: dict[str, Float[Tensor, " n"]] = {}
-
     @torch.inference_mode()
     def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
         for _ in rounds:  # Linear fits need no class means.
@@ -238,10 +230,8 @@ class LinearFit(LayerQuality):
         layers, compute, step = group[0], self.compute, feature_step(backbone)
         widths = [math.prod(layer.shape) for layer in layers]
         sketches = [count_sketch(width, compute.device) for width in widths]
-        sums = [
-            torch.zeros(size, size, dtype=torch.float64, device=compute.device)
-            for size in (min(width, SKETCH) + 2 for width in widths)
-        ]
+        sizes = [min(width, SKETCH) + 2 for width in widths]
+        sums = [torch.zeros(size, size, dtype=torch.float64, device=compute.device) for size in sizes]
         for features, batch in passes(compute.shard(self.train), compute, f"{label}: linear fits", step):
             y = known_values(batch.values).to(compute.device)
             for sketch, layer, of_layer in zip(sketches, features, sums, strict=True):
@@ -255,13 +245,13 @@ class LinearFit(LayerQuality):
             seen += len(batch.images)
             for row, (sketch, ridge, layer) in enumerate(zip(sketches, ridges, features, strict=True)):
                 errors[row, at] = (ridge(sketch(layer.flatten(1))) - y).square().cpu()
-        self._errors |= {layer.name: row for layer, row in zip(layers, compute.sum_(errors), strict=True)}
+        self._kept |= {layer.name: row for layer, row in zip(layers, compute.sum_(errors), strict=True)}
 
     def value(self, layer: str) -> float:
-        return r_squared(self._errors[layer], known_values(self.selection.values))
+        return r_squared(self._kept[layer], known_values(self.selection.values))
 
     def error(self, layer: str, best: str) -> float:
-        return r_squared_error(self._errors[layer], self._errors[best], known_values(self.selection.values))
+        return r_squared_error(self._kept[layer], self._kept[best], known_values(self.selection.values))
 
 
 MEASURES: Final = {measure.name: measure for measure in (NearestMean, LinearFit)}
@@ -297,10 +287,9 @@ class CollapseReport:
 
     def layer(self, name: str) -> LayerCollapse:
         """Return the measurement of one layer."""
-        for layer in self.layers:
-            if layer.name == name:
-                return layer
         names = [layer.name for layer in self.layers]
+        if name in names:
+            return self.layers[names.index(name)]
         near = hint(name, names, f"the last are {', '.join(names[-4:])}")
         raise UsageError(f"expected one of the measured layers, got {name!r}; {near}")
 
@@ -334,7 +323,6 @@ class CollapseReport:
                 f"no layer has NC1 > {self.epsilon:g}, all have collapsed; the least collapsed one is "
                 f"{self.named(highest)}: expect OOD detection no better than at the penultimate layer",
             )
-        passing = [entry for entry in eligible if entry.nc1 > self.epsilon]
         trunk = next((entry for entry in eligible if entry.role == "trunk"), None)
         nothing_collapsed = all(layer.nc1 > self.epsilon for layer in self.layers if layer.role != "output")
         if nothing_collapsed and trunk is not None and self.measure.of_means:
@@ -343,6 +331,7 @@ class CollapseReport:
                 f"{self.named(trunk)}, is all that the penultimate layer is computed from, before the network's last "
                 f"normalisation and activation; nothing has collapsed, NC1 > {self.epsilon:g} after every layer",
             )
+        passing = [entry for entry in eligible if entry.nc1 > self.epsilon]
         chosen = [entry for entry in passing if best.quality - entry.quality <= (entry.quality_error or 0.0)][-1]
         reason = (
             f"{self.named(chosen)}, has the highest {self.measure.name} of the {len(passing)} layers with NC1 > "
@@ -407,9 +396,7 @@ def to_text(report: CollapseReport, chosen: ChosenLayer) -> str:
         marks += [entry.role] if entry.role != "hidden" else []
         numbers = [f"{entry.shape[0]}×{entry.shape[1]}", f"{entry.nc1:.4f}", f"{entry.quality:.4f}"]
         rows.append([str(entry.index), entry.name, entry.form, *numbers, "  ".join(marks)])
-    lines = align(rows, left={1, 2, 6})
-    lines.append(f"chosen layer: {chosen.reason}")
-    lines += [f"note: {note}" for note in chosen.notes]
+    lines = [*align(rows, left={1, 2, 6}), f"chosen layer: {chosen.reason}", *(f"note: {n}" for n in chosen.notes)]
     if report.penultimate not in chosen.layers:
         lines.append(f"penultimate: {report.named(report.layer(report.penultimate))}, for comparison (DDU)")
     return "\n".join(lines)

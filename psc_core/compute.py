@@ -142,7 +142,6 @@ def join_processes() -> tuple[int, int]:
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
-
 MAX_CPU_BATCH = 64  # maximum batch size on a CPU, because the activations of more images leave the cache
 LOG_SECONDS: Final = 30.0  # minimum time between two lines in a log, in seconds
 
@@ -163,7 +162,6 @@ class Compute:
 
     @property
     def batch_size(self) -> int:
-        """The batch size: ``batch_images``, but at most :data:`MAX_CPU_BATCH` on a CPU."""
         return min(self.batch_images, MAX_CPU_BATCH) if self.device.type == "cpu" else self.batch_images
 
     def sum_(self, tensor: Tensor) -> Tensor:
@@ -173,7 +171,7 @@ class Compute:
         return tensor
 
     def first(self, value: int) -> int:
-        """Return the value of the first process, in all processes."""
+        """Return the first process's value, in all processes."""
         return int(self.sum_(torch.tensor([value if self.rank == 0 else 0])))
 
     def require(self, dataset: ImageDataset) -> None:
@@ -202,11 +200,7 @@ def passes(
     *,
     order: Tensor | None = None,
 ) -> Iterator[tuple[Value, Batch]]:
-    """Yield ``step(standardised images)`` with its batch, in inference mode, and show ``description`` with the
-    progress.
-
-    ``step`` is a function of float images (B, C, H, W) on the device; ``order`` is as in :meth:`ImageDataset.batches`.
-    """
+    """Yield ``step(standardised images)``, on the device in inference mode, with its batch, and report the progress."""
     release_freed_memory()
     for batch in track_images(dataset, compute, description, order):
         with torch.inference_mode():
@@ -219,7 +213,6 @@ def passes(
 def track_images(
     dataset: ImageDataset, compute: Compute, description: str, order: Tensor | None = None
 ) -> Iterator[Batch]:
-    """Yield the batches of ``dataset``, with a progress bar."""
     batches = dataset.batches(compute.batch_size, order=order)
     return track(batches, total=math.ceil(len(dataset) / compute.batch_size), description=description)
 
@@ -233,20 +226,20 @@ def track(items: Iterable[Item], *, total: int, description: str) -> Iterator[It
     if sys.stderr.isatty():
         yield from tqdm(items, desc=description, total=total, dynamic_ncols=True)
         return
+
+    def log(total: int, seconds: float) -> None:
+        left = f", {seconds * (total - done) / done:.0f} s left" if 0 < done < total else ""
+        rate = done / max(seconds, 1e-9)
+        print(f"{description} {done}/{total} ({rate:.1f}/s, {seconds:.0f} s{left})", file=sys.stderr, flush=True)
+
     began = last = time.monotonic()
     done = 0
     for done, item in enumerate(items, 1):
         yield item
         if (now := time.monotonic()) - last >= LOG_SECONDS and done < total:
             last = now
-            _log(description, done, total, now - began)
-    _log(description, done, done, time.monotonic() - began)
-
-
-def _log(description: str, done: int, total: int, seconds: float) -> None:
-    left = f", {seconds * (total - done) / done:.0f} s left" if 0 < done < total else ""
-    rate = done / max(seconds, 1e-9)
-    print(f"{description} {done}/{total} ({rate:.1f}/s, {seconds:.0f} s{left})", file=sys.stderr, flush=True)
+            log(total, now - began)
+    log(done, time.monotonic() - began)
 
 
 Step = Callable[[Tensor], list[Tensor]]  # from standardised images to the features of each layer

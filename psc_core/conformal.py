@@ -1,7 +1,7 @@
 """Conformal p-values, the rates that calibration images guarantee, and the ranks that these correspond to.
 
-Nothing was selected on the calibration split, and its scores come through the served pipeline.  So the scores of
-calibration images and of future in-distribution images are exchangeable and, with n calibration images,
+Nothing was selected on the calibration split, and its scores come through the served pipeline.  So its scores and those
+of future in-distribution images are exchangeable and, with n calibration images,
 
 * p-value: ``(1 + #{calibration OOD scores ≥ this one}) / (n + 1)``; calling an image out-of-distribution
   when its p-value is at most α is a false alarm for at most a fraction α of in-distribution images (Vovk et al. 2005);
@@ -23,8 +23,7 @@ the next multiple of 1 / (m + 1).  With equal weights they are the n scores them
 from __future__ import annotations
 
 import math
-import reprlib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -33,8 +32,7 @@ from torch import Tensor
 
 from psc_core.errors import BundleError, FitError, UsageError
 
-# Added before ⌊ ⌋ and subtracted before ⌈ ⌉, so that 0.29 × 100 counts as 29 in spite of rounding.
-RANK_ROUNDING: Final = 1e-9
+RANK_ROUNDING: Final = 1e-9  # added before ⌊ ⌋ and subtracted before ⌈ ⌉, so that 0.29 × 100 counts as 29
 
 
 def ood_rank(alpha: float, n: int) -> int:
@@ -48,12 +46,10 @@ def conformal_rank(coverage: float, n: int) -> int:
 
 
 def tolerant_ceil(value: float) -> int:
-    """Return ``⌈value⌉``, ignoring an excess of up to :data:`RANK_ROUNDING`."""
     return math.ceil(value - RANK_ROUNDING)
 
 
 def check_fraction(value: float, name: str) -> None:
-    """Raise :class:`UsageError` unless the value lies in (0, 1)."""
     if not 0.0 < value < 1.0:
         raise UsageError(f"expected {name} between 0 and 1, got {value}; 0.05 means five in a hundred")
 
@@ -70,7 +66,7 @@ def conformal_p_values(
 
 
 def ood_score_threshold(ascending: Float[Tensor, " n"], alpha: float) -> float:
-    """Return the OOD score above which the p-value is at most α; raise :class:`UsageError` if n is too small."""
+    """Return the OOD score above which the p-value is at most α."""
     check_rates(len(ascending), alpha=alpha)
     rank = ood_rank(alpha, len(ascending))
     return ascending[len(ascending) - min(rank, len(ascending))].item()  # alpha within rounding of 1 gives rank n + 1
@@ -104,7 +100,6 @@ def check_rates(n: int, *, alpha: float | None = None, coverage: float | None = 
 
 
 def check_finite(scores: Mapping[str, Tensor]) -> None:
-    """Check that scores of calibration images are finite; ``scores`` maps the words for each to its values."""
     for name, part in scores.items():
         if count := int((~part.isfinite()).sum()):
             raise FitError(
@@ -112,18 +107,12 @@ def check_finite(scores: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_names(tensors: Iterable[str], expected: Set[str]) -> None:
-    """Check that a calibration has exactly the expected tensors."""
-    if set(tensors) != expected:
-        raise BundleError(f"expected calibration tensors {sorted(expected)}, got {reprlib.repr(sorted(tensors))}")
-
-
 def check_ascending(scores: Sequence[Tensor]) -> None:
     """Check that scores are ascending finite float32 vectors of one length, at least one."""
     whole = all(
-        part.dtype == torch.float32 and part.ndim == 1 and part.isfinite().all()
-        and (part.diff() >= 0).all() for part in scores
-    )  # fmt: skip
+        part.dtype == torch.float32 and part.ndim == 1 and part.isfinite().all() and (part.diff() >= 0).all()
+        for part in scores
+    )
     if not whole or len({len(part) for part in scores}) != 1 or len(scores[0]) == 0:
         raise BundleError(
             "expected ascending finite float32 calibration scores of one length, got "

@@ -2,9 +2,9 @@
 
 Shapes: B images, K classes, D = dim of z, P = kept components; n or m labelled examples.
 
-The densities come first, then :func:`restore_density`, the choice of components (:func:`fit_pca`), the tie between the
-classes' covariances, :func:`extend_density`, and last :func:`fit_density`.  To add a kind, subclass :class:`Density`
-with its ``layout`` and list it in ``DENSITIES``; where none of ``FITS`` gives its tensors, add one there.
+The densities come first, then the choice of components (:func:`fit_pca`), the tie between the classes' covariances,
+:func:`extend_density`, and last :func:`fit_density`.  To add a kind, subclass :class:`Density` with its ``layout`` and
+``fit``, and list it in ``DENSITIES``.
 
 All are mixtures of Gaussians, ``log p(y) = logsumexp_k (log π_k + log N(y; μ_k, Σ_k))``, the paper's feature density
 (appendix B.2, equation 2), with y the PCA projection of z and π_k the class proportions.  They work in coordinates
@@ -71,7 +71,7 @@ freedom too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
@@ -106,9 +106,7 @@ class Density(Fitted):
     # Float64 up to the difference from a class mean, which cancels where classes are tight.
     in_float64: ClassVar[frozenset[str]] = frozenset({"mean", "basis", "centres"})
 
-    reads: ClassVar[Literal["z", "pooled"]] = (
-        "z"  # the input: z, or the chosen layer's features averaged over positions
-    )
+    reads: ClassVar[Literal["z", "pooled"]] = "z"  # or the chosen layer's features averaged over positions
     unit_length: ClassVar[bool] = False  # True if z is divided by its Euclidean norm first
     # Fraction of the largest variance above which the automatic choice keeps a component; ``None``: it keeps the
     # components that explain 99 % of the variance.
@@ -117,9 +115,10 @@ class Density(Fitted):
     has_class_covariances: ClassVar[bool] = False  # then memory limits the automatic choice of components
     tied_by_held_out: ClassVar[bool] = False  # whether held-out examples tie the classes' covariances
 
-    mean: Tensor
-    basis: Tensor
-    constants: Tensor
+    @classmethod
+    def fit(cls, pooled: Pooled, held_out: HeldOut | None) -> tuple[dict[str, Tensor], Record]:
+        """Return the tensors besides ``mean`` and ``basis``, and the entries of the record that this kind adds."""
+        raise NotImplementedError
 
     def coordinates(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch kept"]:
         """Return w, in which the pooled within-class covariance is the identity, in the type of ``mean``."""
@@ -137,7 +136,6 @@ class Density(Fitted):
         raise NotImplementedError
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> DensityOutput:
-        """Return the log-densities of a batch, nats."""
         joint = self.class_log_joint(self.coordinates(z))
         # Not the log of a sum: float32 holds nothing below e^−103, and densities can be far smaller.
         return DensityOutput(joint.logsumexp(dim=1), joint)
@@ -148,7 +146,6 @@ class Density(Fitted):
         return torch.addcmul(self.constants, distances, distances, value=-0.5)
 
     def explain(self, z: Float[Tensor, "batch dim"]) -> DensityExplanation:
-        """Return every image's distances, its nearest class, and how it deviates from that along each component."""
         return self.explain_at(self.coordinates(z))
 
     def explain_at(self, w: Float[Tensor, "batch kept"]) -> DensityExplanation:
@@ -170,11 +167,46 @@ class ClasswiseDensity(Density):
         "whiteners": ("classes", "kept", "kept"),
         "constants": ("classes",),
     }
-    centres: Tensor
-    whiteners: Tensor
+
+    @classmethod
+    def fit(cls, pooled: Pooled, held_out: HeldOut | None) -> tuple[dict[str, Tensor], Record]:
+        """Held-out examples choose how alike the whiteners are."""
+        x, root, device = pooled.x, pooled.inverse.root, pooled.means.device
+        w = x.map(lambda part: part @ root, x.shape[1], torch.float64)
+        num_classes = len(pooled.classes)
+        # Float32, and K × P × P the largest tensor: whiteners apply to differences, which no longer cancel.
+        whiteners = torch.empty(num_classes, *root.shape, device=device)
+        centres, constants = torch.empty_like(pooled.means), pooled.constants.clone()
+        record: Record = {}
+        tied_weight = None
+        if held_out is not None:
+            unseen, labels = held_out
+            tied_weight = record["tied_weight"] = choose_tied_weight(
+                (_moments(w.take(rows), n_images), unseen[labels == k])
+                for k, (rows, n_images) in enumerate(pooled.classes)
+            )
+        shrinkages = []
+        clamped, increase = pooled.inverse.n_clamped, pooled.inverse.largest_increase
+        for k, (rows, n_images) in enumerate(pooled.classes):
+            centres[k], covariance = _moments(w.take(rows), n_images)
+            if tied_weight is None:
+                covariance, shrinkage = linalg.covariance(covariance * (n_images - 1), n_images - 1)
+            else:
+                covariance, shrinkage = blend(covariance, tied_weight), tied_weight
+            inverse = linalg.inverse_root(covariance)
+            whiteners[k] = inverse.root
+            constants[k] -= 0.5 * inverse.log_det
+            shrinkages.append(shrinkage)
+            clamped, increase = clamped + inverse.n_clamped, max(increase, inverse.largest_increase)
+        record |= {
+            "clamped_eigenvalues": clamped,
+            "largest_increase": increase,
+            "shrunk_classes": sum(shrinkage > 0 for shrinkage in shrinkages),
+            "mean_shrinkage": sum(shrinkages) / num_classes,
+        }
+        return {"constants": constants, "centres": centres, "whiteners": whiteners}, record
 
     def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """Return Mahalanobis distances, by one batched matrix product (P → P) with an entry for each class."""
         batch = max(1, SERVE_ELEMENTS // self.centres.numel())
         if len(w) > batch:
             return torch.cat([self.class_distances(part) for part in torch.split(w, batch)])
@@ -184,7 +216,6 @@ class ClasswiseDensity(Density):
         return distances.T
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
-        """Return ``S_k^(−1/2) (w − m_k)``, k from ``classes``."""
         return torch.einsum("bpq,bq->bp", self.whiteners[classes], (w - self.centres[classes]).float())
 
 
@@ -215,15 +246,16 @@ class TiedDensity(Density):
         "centres": ("classes", "kept"),
         "constants": ("classes",),
     }
-    centres: Tensor
+
+    @classmethod
+    def fit(cls, pooled: Pooled, held_out: HeldOut | None) -> tuple[dict[str, Tensor], Record]:
+        return {"constants": pooled.constants, "centres": pooled.means @ pooled.inverse.root}, {}
 
     def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """Return ``‖w − m_k‖`` from differences; ‖w‖² − 2 w·m + ‖m‖² would cancel where classes are tight."""
-        # PyTorch's default expands the square where there are more than 25 points.
+        # From differences: ‖w‖² − 2 w·m + ‖m‖², PyTorch's default for more than 25 points, cancels for tight classes.
         return torch.cdist(w, self.centres, compute_mode="donot_use_mm_for_euclid_dist").float()
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
-        """Return ``w − m_k``, k from ``classes``."""
         return (w - self.centres[classes]).float()
 
 
@@ -239,8 +271,14 @@ class RelativeDensity(TiedDensity):
 
     kind = "rmd"
     layout: ClassVar = {**TiedDensity.layout, "background": ("kept", "kept"), "background_constant": ()}
-    background: Tensor
-    background_constant: Tensor
+
+    @classmethod
+    def fit(cls, pooled: Pooled, held_out: HeldOut | None) -> tuple[dict[str, Tensor], Record]:
+        """The Gaussian for all images has in x the mean 0 and the covariance I."""
+        tensors, record = super().fit(pooled, held_out)
+        tensors["background"] = torch.linalg.inv(pooled.inverse.root)  # x = w V⁻¹
+        tensors["background_constant"] = torch.tensor(-0.5 * pooled.volume, device=pooled.means.device)
+        return tensors, record
 
     def class_log_joint(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
         """Return ``log π_k + log N_k − log N_background``, nats.
@@ -253,19 +291,8 @@ class RelativeDensity(TiedDensity):
         return (self.constants - 0.5 * distances - background[:, None]).float()
 
 
-EXPLAINED_VARIANCE: Final = 0.99  # fraction of the variance that the automatic choice keeps
-RANK_TOLERANCE: Final = 1e-10  # smallest variance of a component that counts for the rank, relative to the largest
-
-
-# Densities by kind.
-DENSITIES: Final[Mapping[str, type[Density]]] = {
-    "gda": ClasswiseDensity,
-    "tied": TiedDensity,
-    "gda++": UnitLengthDensity,
-    "mahalanobis++": UnitLengthTiedDensity,
-    "pooled++": PooledDensity,
-    "rmd": RelativeDensity,
-}
+_KINDS = (ClasswiseDensity, TiedDensity, UnitLengthDensity, UnitLengthTiedDensity, PooledDensity, RelativeDensity)
+DENSITIES: Final[Mapping[str, type[Density]]] = {family.kind: family for family in _KINDS}
 
 
 def restore_density(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Density:
@@ -274,6 +301,10 @@ def restore_density(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> D
 
 
 SERVE_ELEMENTS: Final = 1 << 25  # largest B × K × P block of differences (256 MiB of float64); larger batches are split
+
+
+EXPLAINED_VARIANCE: Final = 0.99  # fraction of the variance that the automatic choice keeps
+RANK_TOLERANCE: Final = 1e-10  # smallest variance of a component that counts for the rank, relative to the largest
 
 
 class PCA(NamedTuple):
@@ -378,14 +409,6 @@ class Extended(NamedTuple):
         return ((w.double() - self.offset) @ self.turn).to(w.dtype)
 
 
-class _Class(NamedTuple):
-    """A class after more images of it, float64."""
-
-    examples: Float[Tensor, ""]  # n_k + m_k
-    mean: Float[Tensor, " P"]  # μ'_k
-    added: Float[Tensor, "P P"]  # B_k
-
-
 def can_extend(family: type[Density]) -> bool:
     """Return whether more images can extend a density: it has the tensors of one of these three, and so all moments."""
     return family.layout in (ClasswiseDensity.layout, TiedDensity.layout, RelativeDensity.layout)
@@ -413,23 +436,22 @@ def extend_density(
     z = functional.normalize(z) if density.unit_length else z
     w, centres, counts = density.coordinates(z), density.get_buffer("centres"), class_counts(density, examples)
     merged = [_merge(counts[k], centres[k], w[labels == k], times) for k in range(classes)]
+    after, means, added = map(torch.stack, zip(*merged, strict=True))
     n, identity = float(counts.sum()), torch.eye(w.shape[1], dtype=torch.float64, device=device)
-
-    scatter = torch.stack([each.added for each in merged]).sum(0)
-    within = linalg.inverse_root(((n - classes) * identity + scatter) / (n + m - classes))
+    within = linalg.inverse_root(((n - classes) * identity + added.sum(0)) / (n + m - classes))
     offset, turn = m / (n + m) * w.mean(0), within.root
-    proportions = torch.stack([each.examples for each in merged]) / (n + m)
     tensors = {
         "mean": density.mean + m / (n + m) * (z.mean(0) - density.mean),
         "basis": density.basis @ turn,
-        "centres": (torch.stack([each.mean for each in merged]) - offset) @ turn,
-        "constants": _log_proportions(density).logsumexp(0) + proportions.log() - 0.5 * within.log_det,
+        "centres": (means - offset) @ turn,
+        "constants": _log_proportions(density).logsumexp(0) + (after / (n + m)).log() - 0.5 * within.log_det,
     }
     record = {**density.record, EXAMPLES: int(n) + m, "clamped_eigenvalues": within.n_clamped}
     if isinstance(density, ClasswiseDensity):
+        whitener = torch.linalg.inv(density.whiteners.double())
         roots = [
-            linalg.inverse_root(turn @ ((seen - 1) * covariance + each.added) @ turn / (each.examples - 1))
-            for seen, covariance, each in zip(counts, _covariances(density), merged, strict=True)
+            linalg.inverse_root(turn @ ((seen - 1) * covariance + more) @ turn / (now - 1))
+            for seen, covariance, more, now in zip(counts, whitener @ whitener.mT, added, after, strict=True)
         ]
         tensors["whiteners"] = torch.stack([each.root for each in roots])
         tensors["constants"] -= 0.5 * tensors["constants"].new_tensor([each.log_det for each in roots])
@@ -437,29 +459,24 @@ def extend_density(
     if isinstance(density, RelativeDensity):
         whitener = density.background.double()
         before = torch.linalg.inv(whitener @ whitener.T)
-        total = _merge(counts.sum(), torch.zeros_like(offset), w, times)  # w is centred on the mean of all
-        after = turn @ ((n - 1) * before + total.added) @ turn / (n + m - 1)
-        tensors["background"] = torch.linalg.inv(torch.linalg.cholesky(after)).T
-        change = torch.linalg.slogdet(after)[1] + within.log_det - torch.linalg.slogdet(before)[1]
+        _, _, more = _merge(counts.sum(), torch.zeros_like(offset), w, times)  # w is centred on the mean of all
+        covariance = turn @ ((n - 1) * before + more) @ turn / (n + m - 1)
+        tensors["background"] = torch.linalg.inv(torch.linalg.cholesky(covariance)).T
+        change = torch.linalg.slogdet(covariance)[1] + within.log_det - torch.linalg.slogdet(before)[1]
         tensors["background_constant"] = density.background_constant - 0.5 * change
     return Extended(type(density)(tensors, record=record).to(device), offset, turn)
 
 
 def _merge(
     examples: Float[Tensor, ""], mean: Float[Tensor, " P"], more: Float[Tensor, "images P"], times: int
-) -> _Class:
-    """Merge a class with more images of it, each counted ``times`` times; there may be none."""
+) -> tuple[Float[Tensor, ""], Float[Tensor, " P"], Float[Tensor, "P P"]]:
+    """Return n_k + m_k, μ'_k and B_k of a class with more images, each counted ``times`` times; there may be none."""
     if not len(more):
-        return _Class(examples, mean, mean.new_zeros(len(mean), len(mean)))
+        return examples, mean, mean.new_zeros(len(mean), len(mean))
     new, count = more.mean(0), times * len(more)
     gap, weight = new - mean, count / (examples + count)
     added = times * linalg.scatter_about(more, new) + examples * weight * gap.outer(gap)
-    return _Class(examples + count, mean + weight * gap, added)
-
-
-def _covariances(density: ClasswiseDensity) -> Float[Tensor, "K P P"]:
-    inverse: Tensor = torch.linalg.inv(density.whiteners.double())
-    return inverse @ inverse.mT
+    return examples + count, mean + weight * gap, added
 
 
 def _log_proportions(density: Density) -> Float[Tensor, " K"]:
@@ -496,10 +513,13 @@ def fit_density(
     features, labels, num_classes, images, names = train
     counts = check_features(features, labels, num_classes=num_classes, class_names=names, minimum=2, images=images)
     z = _lengths(family, as_matrix(features))
+    limit = train.n_images - num_classes  # the largest P that the automatic choice may take
+    if family.has_class_covariances:
+        limit = min(limit, math.isqrt(WHITENER_ELEMENTS // num_classes))
     projection = fit_pca(
         z,
         kept=pca,
-        limit=_most_components(family, train),
+        limit=max(1, min(limit, family.maximum_components or limit)),
         minimum_variance=family.minimum_variance,
         feature_dtype=features.dtype,  # z may be float64 already; this says how exact the features are.
     )
@@ -507,10 +527,9 @@ def fit_density(
     apart = None
     if family.tied_by_held_out and held_out is not None and len(held_out.labels):
         w = projection.whiten(_lengths(family, as_matrix(held_out.features)))[:] @ pooled.inverse.root
-        apart = HeldOut(w, held_out.labels.to(w.device))
-    fit = next(FITS[base] for base in family.__mro__ if base in FITS)
-    part = fit(pooled, apart)
-    tensors = {"mean": projection.mean, "basis": projection.whitening @ pooled.inverse.root, **part.tensors}
+        apart = w, held_out.labels.to(w.device)
+    of_kind, measured = family.fit(pooled, apart)
+    tensors = {"mean": projection.mean, "basis": projection.whitening @ pooled.inverse.root, **of_kind}
     record: Record = {
         EXAMPLES: len(z),
         "components": len(projection.variances),
@@ -519,15 +538,7 @@ def fit_density(
         "clamped_eigenvalues": pooled.inverse.n_clamped,
         "largest_increase": pooled.inverse.largest_increase,
     }
-    return family(tensors, record=record | part.record).to(z.device)
-
-
-def _most_components(family: type[Density], train: Examples) -> int:
-    """Return the largest P that the automatic choice may take."""
-    limit = train.n_images - train.num_classes
-    if family.has_class_covariances:
-        limit = min(limit, math.isqrt(WHITENER_ELEMENTS // train.num_classes))
-    return max(1, min(limit, family.maximum_components or limit))
+    return family(tensors, record=record | measured).to(z.device)
 
 
 class Pooled(NamedTuple):
@@ -562,77 +573,7 @@ def pool(projection: PCA, z: FeatureMatrix, train: Examples, counts: Int[Tensor,
     return Pooled(x, means, inverse, shrinkage, volume, constants, classes)
 
 
-class HeldOut(NamedTuple):
-    """Held-out examples as the density sees them."""
-
-    w: Float[Tensor, "m P"]
-    labels: Int[Tensor, " m"]
-
-
-class FamilyPart(NamedTuple):
-    """The tensors besides ``mean`` and ``basis``, and the entries of the record, that this family of densities adds."""
-
-    tensors: dict[str, Tensor]
-    record: Record
-
-
-def fit_tied(pooled: Pooled, held_out: HeldOut | None) -> FamilyPart:
-    """Return the class means in w; held-out examples choose nothing."""
-    return FamilyPart({"constants": pooled.constants, "centres": pooled.means @ pooled.inverse.root}, {})
-
-
-def fit_relative(pooled: Pooled, held_out: HeldOut | None) -> FamilyPart:
-    """Return the class means in w and one Gaussian for all images, which in x has mean 0 and covariance I."""
-    background = {
-        "background": torch.linalg.inv(pooled.inverse.root),  # x = w V⁻¹
-        "background_constant": torch.tensor(-0.5 * pooled.volume, device=pooled.means.device),
-    }
-    return FamilyPart({**fit_tied(pooled, held_out).tensors, **background}, {})
-
-
-def fit_classwise(pooled: Pooled, held_out: HeldOut | None) -> FamilyPart:
-    """Return mean and whitener of each class in w; held-out examples choose how alike the whiteners are."""
-    x, root, device = pooled.x, pooled.inverse.root, pooled.means.device
-    w = x.map(lambda part: part @ root, x.shape[1], torch.float64)
-    num_classes = len(pooled.classes)
-    # Float32, and K × P × P the largest tensor: whiteners apply to differences, which no longer cancel.
-    whiteners = torch.empty(num_classes, *root.shape, device=device)
-    centres, constants = torch.empty_like(pooled.means), pooled.constants.clone()
-    record: Record = {}
-    tied_weight = None
-    if held_out is not None:
-        tied_weight = record["tied_weight"] = choose_tied_weight(
-            (_moments(w.take(rows), n_images), held_out.w[held_out.labels == k])
-            for k, (rows, n_images) in enumerate(pooled.classes)
-        )
-    shrinkages = []
-    clamped, increase = pooled.inverse.n_clamped, pooled.inverse.largest_increase
-    for k, (rows, n_images) in enumerate(pooled.classes):
-        centres[k], covariance = _moments(w.take(rows), n_images)
-        if tied_weight is None:
-            covariance, shrinkage = linalg.covariance(covariance * (n_images - 1), n_images - 1)
-        else:
-            covariance, shrinkage = blend(covariance, tied_weight), tied_weight
-        inverse = linalg.inverse_root(covariance)
-        whiteners[k] = inverse.root
-        constants[k] -= 0.5 * inverse.log_det
-        shrinkages.append(shrinkage)
-        clamped, increase = clamped + inverse.n_clamped, max(increase, inverse.largest_increase)
-    record |= {
-        "clamped_eigenvalues": clamped,
-        "largest_increase": increase,
-        "shrunk_classes": sum(shrinkage > 0 for shrinkage in shrinkages),
-        "mean_shrinkage": sum(shrinkages) / num_classes,
-    }
-    return FamilyPart({"constants": constants, "centres": centres, "whiteners": whiteners}, record)
-
-
-# The fit of each family of densities, by its base class.
-FITS: Final[Mapping[type, Callable[[Pooled, HeldOut | None], FamilyPart]]] = {
-    ClasswiseDensity: fit_classwise,
-    TiedDensity: fit_tied,
-    RelativeDensity: fit_relative,
-}
+HeldOut = tuple[Float[Tensor, "m P"], Int[Tensor, " m"]]  # w and labels of held-out examples
 
 
 def _lengths(family: type[Density], z: FeatureMatrix) -> FeatureMatrix:

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
-from torch.nn import functional
 
 from psc_core.errors import FitError
 
@@ -104,8 +103,7 @@ def check_features(
 ) -> Int[Tensor, " classes"]:
     """Check that a model can be fitted to these features, and count the labelled examples of each class.
 
-    ``z`` has one row per labelled example, whose image is in ``images`` (by default a different one each), and every
-    class must have ``minimum`` images; messages call class k ``class_names[k]``, or k.
+    Every class must have ``minimum`` images, by default a different one for each row of ``z``.
     """
     if len(z.shape) != 2 or labels.shape != z.shape[:1] or not z.dtype.is_floating_point or z.shape[1] == 0:
         raise FitError(
@@ -138,18 +136,13 @@ def images_of_classes(
 ) -> Int[Tensor, " classes"]:
     """Count the distinct images of each label; an image that has a label several times counts once."""
     span = int(images.max()) + 1
-    pairs = (labels * span + images).sort().values
-    first = functional.pad(pairs.diff() != 0, (1, 0), value=True)
-    return (pairs[first] // span).bincount(minlength=num_classes)
+    return torch.bincount(torch.unique(labels * span + images) // span, minlength=num_classes)
 
 
 def usable(
     examples: Shaped[Tensor, "n ..."], labels: Int[Tensor, " n"]
 ) -> tuple[Shaped[Tensor, "m ..."], Int[Tensor, " m"], int]:
-    """Return the examples of classes with at least two, their labels renumbered, and the number of these classes.
-
-    A class with fewer examples has no covariance.
-    """
+    """Return the examples of classes with two or more, which have a covariance, their new labels, and the new K."""
     enough = labels.bincount() >= 2
     keep = enough[labels]
     return examples[keep], (enough.cumsum(0) - 1)[labels[keep]], int(enough.sum())

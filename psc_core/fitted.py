@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,10 @@ class Fitted(nn.Module):
             if not tensors[name].isfinite().all():
                 raise FitError(f"expected finite numbers in {self.kind}.{name}, got NaN or ∞; fit it again")
             self.register_buffer(name, tensors[name].detach().to(self.dtype_of(name)).contiguous())
+
+    if TYPE_CHECKING:  # Every name of the layout is a tensor.
+
+        def __getattr__(self, name: str) -> Tensor: ...
 
     @classmethod
     def dtype_of(cls, name: str) -> torch.dtype:

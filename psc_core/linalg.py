@@ -37,11 +37,11 @@ from typing import Final, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from psc_core.features import FeatureMatrix, blocks
 
-# Minimum standard deviation that features are divided by, relative to the root mean square over their layer.
-DEAD_UNIT: Final = 1e-2
+DEAD_UNIT: Final = 1e-2  # minimum deviation that features are divided by, relative to the layer's root mean square
 
 # Maximum standard deviation that rounding alone may give to a float32 feature, in steps of its values. A product of a
 # thousand terms errs by a few steps of the largest, and differently in batches of other sizes.
@@ -71,12 +71,7 @@ class InverseRoot(NamedTuple):
 
 
 def rounding_of(size: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the largest standard deviation that rounding alone may give to features of this size.
-
-    Example:
-        >>> bool(rounding_of(torch.tensor(1.0)) < 1e-5)
-        True
-    """
+    """Return the largest standard deviation that rounding alone may give to features of this size."""
     return ROUNDING_STEPS * torch.finfo(dtype).eps * size.abs()
 
 
@@ -112,7 +107,7 @@ def eigh(matrix: Float[Tensor, "d d"]) -> Eigen:
 
 
 def inverse_root(matrix: Float[Tensor, "d d"]) -> InverseRoot:
-    """Return the symmetric inverse square root of a covariance; eigenvalues are about 1, or clamped to a floor."""
+    """Return the inverse square root of a covariance whose eigenvalues are about 1."""
     values, vectors = eigh(matrix)
     clamped = values.clamp(min=EIGENVALUE_FLOOR)
     root = (vectors * clamped.rsqrt()) @ vectors.T
@@ -121,7 +116,6 @@ def inverse_root(matrix: Float[Tensor, "d d"]) -> InverseRoot:
 
 
 def mean_of_rows(rows: Float[Tensor, "n d"] | FeatureMatrix) -> Float[Tensor, " d"]:
-    """Return the mean over rows in float64, computed block by block."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
     for _, block in blocks(rows):
         total += block.double().sum(0)
@@ -129,7 +123,7 @@ def mean_of_rows(rows: Float[Tensor, "n d"] | FeatureMatrix) -> Float[Tensor, " 
 
 
 def scatter_about(rows: Float[Tensor, "n d"] | FeatureMatrix, mean: Float[Tensor, " d"]) -> Float[Tensor, "d d"]:
-    """Return ``Σ_i (x_i − mean)(x_i − mean)ᵀ`` in float64, computed block by block."""
+    """Return ``Σ_i (x_i − mean)(x_i − mean)ᵀ``, float64."""
     total = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
     for _, block in blocks(rows):
         centred = block.double() - mean
@@ -149,11 +143,8 @@ def oas_shrinkage(covariance: Float[Tensor, "d d"], samples: int) -> tuple[Float
     """Shrink a covariance towards ``(tr C / d) I`` by oracle approximation.
 
     ``ρ = min(1, ((1 − 2/d) tr C² + tr² C) / ((m + 1 − 2/d)(tr C² − tr² C / d)))`` and
-    ``C ← (1 − ρ) C + ρ (tr C / d) I``; Chen, Wiesel, Eldar & Hero 2010, equation 23.
-
-    ``m`` is ``samples``, the degrees of freedom of the sample covariance ``C``.
-
-    ρ is 1 when ``C`` is a multiple of the identity or zero.
+    ``C ← (1 − ρ) C + ρ (tr C / d) I``; Chen, Wiesel, Eldar & Hero 2010, equation 23.  ``m`` is ``samples``, the degrees
+    of freedom of ``C``; ρ is 1 when ``C`` is a multiple of the identity or zero.
     """
     d = covariance.shape[0]
     trace = covariance.trace()
@@ -174,7 +165,7 @@ class Moments(NamedTuple):
 
 
 class MomentSums:
-    """The sums over the vectors so far, G · d² numbers whatever their number."""
+    """The sums over the vectors so far."""
 
     def __init__(self, groups: int, dim: int, device: torch.device | str = "cpu") -> None:
         self._count = 0
@@ -193,10 +184,7 @@ class MomentSums:
         self._count = total
 
     def finish(self, sum_: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Moments:
-        """Return the moments and use up the sums, whose memory the covariance takes.
-
-        ``sum_`` adds a tensor over all processes, each of which has added a vector.
-        """
+        """Return the moments and use up the sums; ``sum_`` adds a tensor over all processes, each with a vector."""
         total = sum_(self._mean.new_tensor(float(self._count)))
         mean = sum_(self._mean * (self._count / total))
         if int(total) > self._count:
@@ -240,7 +228,6 @@ MIN_COLUMNS = 1024  # minimum number of columns for a separate pass, whatever th
 # Number of entries converted to float64 at a time: 1 MiB on a CPU, which stays in a core's cache; 64 MiB on CUDA, for
 # few kernel launches.
 _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 23}
-
 _ROUNDING = 1e-28  # fraction of Σ n_c‖μ_c‖² below which scatter is only the float64 rounding of constant features
 
 
@@ -343,7 +330,7 @@ class ClassScatter:
 
 def scatter_sums(scatter: ClassScatter) -> Float[Tensor, "3"]:
     """Return Σ_W, Σ_B = Σ_c n_c ‖μ_c − μ_G‖² and Σ_c n_c ‖μ_c‖², which bounds its rounding; of ranges they add up."""
-    sums = torch.stack([scatter.within, torch.zeros_like(scatter.within), torch.zeros_like(scatter.within)])
+    sums = functional.pad(scatter.within[None], (0, 2))
     means, counts = scatter.means, scatter.counts
     for columns in _columns(means.shape[1], len(means), means.device):
         block = means[:, columns]

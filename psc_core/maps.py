@@ -49,9 +49,7 @@ from psc_core.images.decode import as_base64, png_of
 from psc_core.linalg import DEAD_UNIT, EIGENVALUE_FLOOR, TAIL_FRACTION, MomentSums, eigh, rounding_of, tail_excess
 
 MIN_SIDE: Final = 4  # minimum number of rows and of columns of a map
-# Maximum number of positions of a map, 64 × 64, which take about 4 KiB in memory and as PNG.
-MAX_POSITIONS: Final = 1 << 12
-
+MAX_POSITIONS: Final = 1 << 12  # of a map, 64 × 64, which take about 4 KiB in memory and as PNG
 MAX_LEADING: Final = 8  # maximum number of leading tokens that show no part of the image: the class token and registers
 
 
@@ -65,7 +63,6 @@ class Grid:
 
     @property
     def positions(self) -> int:
-        """The number of all positions of the layer."""
         return self.first + self.rows * self.columns
 
 
@@ -75,28 +72,20 @@ def grid_of(positions: int, height: int, width: int) -> Grid | None:
     Convolutions and patches take the same steps down and across, so rows : columns = height : width, each rounded.  Of
     the factorisations of ``positions`` the nearest to this ratio is taken, for a square image only a square; if there
     is none, the first positions are taken for leading tokens, as few as possible.
-
-    Example:
-        >>> grid_of(14 * 14, 224, 224), grid_of(1 + 14 * 14, 224, 224), grid_of(1, 224, 224)
-        (Grid(rows=14, columns=14, first=0), Grid(rows=14, columns=14, first=1), None)
     """
     for first in range(MAX_LEADING + 1):
-        rows = _rows(positions - first, height, width)
-        if rows is not None:
-            return Grid(rows, (positions - first) // rows, first)
+        inside = positions - first
+        if not MIN_SIDE**2 <= inside <= MAX_POSITIONS:
+            continue
+        fitting = [
+            (abs(rows * width - columns * height), rows)
+            for rows in range(MIN_SIDE, inside // MIN_SIDE + 1)
+            if rows * (columns := inside // rows) == inside and _may_be(rows, columns, height, width)
+        ]
+        if fitting:
+            rows = min(fitting)[1]
+            return Grid(rows, inside // rows, first)
     return None
-
-
-def _rows(positions: int, height: int, width: int) -> int | None:
-    """Return the number of rows of a grid without leading tokens."""
-    if not MIN_SIDE**2 <= positions <= MAX_POSITIONS:
-        return None
-    fitting = [
-        (abs(rows * width - columns * height), rows)
-        for rows in range(MIN_SIDE, positions // MIN_SIDE + 1)
-        if rows * (columns := positions // rows) == positions and _may_be(rows, columns, height, width)
-    ]
-    return min(fitting)[1] if fitting else None
 
 
 def _may_be(rows: int, columns: int, height: int, width: int) -> bool:
@@ -108,21 +97,16 @@ def _may_be(rows: int, columns: int, height: int, width: int) -> bool:
 
 Grey = npt.NDArray[np.uint8]  # the grey levels (rows, columns) of a map; brighter is more unusual
 
-# Left, top, right and bottom, as fractions of the width and height of the network's input.
-Box = tuple[float, float, float, float]
 
-_CORNERS: Final = np.ones((3, 3), bool)
-
-
-def box_of(grey: Grey) -> Box:
-    """Return the box of the most unusual region.
+def box_of(grey: Grey) -> tuple[float, float, float, float]:
+    """Return left, top, right and bottom of the most unusual region, as fractions of the width and height of the input.
 
     A region is a connected set, corners included, of positions at least half as bright as the brightest.  The one with
     the largest sum of grey levels is taken, on a tie the first.  The box of a black map is the whole image.
     """
     from scipy import ndimage  # Imported here, so that a model that only predicts does not load it.
 
-    regions, _ = ndimage.label(2 * grey.astype(np.int64) >= int(grey.max()), _CORNERS)
+    regions, _ = ndimage.label(2 * grey.astype(np.int64) >= int(grey.max()), np.ones((3, 3), bool))
     sums = np.bincount(regions.ravel(), weights=grey.ravel())
     region = int(sums[1:].argmax()) + 1
     rows, columns = ndimage.find_objects(regions)[region - 1]
@@ -145,10 +129,6 @@ class PositionDensity(Fitted):
 
     kind = "gaussian"
     layout: ClassVar = {"mean": ("channels",), "whitener": ("channels", "kept"), "thresholds": ("levels",)}
-
-    mean: Tensor
-    whitener: Tensor
-    thresholds: Tensor
 
     def forward(self, features: Float[Tensor, "batch channels positions"]) -> Float[Tensor, "batch positions"]:
         """Return the squared distances from the mean, in variances."""
@@ -177,7 +157,7 @@ class LayerMap(nn.Module):
         self.density = density
 
     def config(self) -> dict[str, Any]:
-        """Return the section of a manifest as JSON types; with the density's tensors it restores the map."""
+        """Return the section of a manifest as JSON types."""
         return {"layer": self.layer, "grid": asdict(self.grid), "density": self.density.config()}
 
     def check(self, features: Float[Tensor, "batch channels positions"]) -> None:
@@ -228,7 +208,7 @@ class PositionMoments:
         self._sums.add(features.index_select(2, self._read).transpose(1, 2).reshape(-1, 1, features.shape[1]))
 
     def finish(self, sum_: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> LayerMoments:
-        """Return the moments and use up the sums; ``sum_`` adds a tensor over all processes, each with an image."""
+        """Return the moments, see :meth:`.MomentSums.finish`."""
         vectors, mean, covariance = self._sums.finish(sum_)
         return LayerMoments(vectors, mean[0], covariance[0], self._resolution)
 

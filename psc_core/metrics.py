@@ -45,8 +45,7 @@ from psc_core.conformal import RANK_ROUNDING, ood_rank, tolerant_ceil
 from psc_core.errors import UsageError
 from psc_core.linalg import r_squared
 
-# Standard deviations above chance that a measure of agreement exceeds for one in twenty random guesses.
-GUESSING_DEVIATIONS: Final = 1.645
+GUESSING_DEVIATIONS: Final = 1.645  # above chance, which agreement exceeds for one in twenty random guesses
 
 
 def check_values(name: str, *vectors: Tensor) -> None:
@@ -59,7 +58,6 @@ def check_values(name: str, *vectors: Tensor) -> None:
 
 
 def check_same_length(name: str, first: Tensor, second: Tensor) -> None:
-    """Call :func:`check_values` for two vectors, and check that they have the same length."""
     check_values(name, first, second)
     if len(first) != len(second):
         raise UsageError(f"{name}: expected inputs of one length, got {len(first)} and {len(second)}")
@@ -68,18 +66,18 @@ def check_same_length(name: str, first: Tensor, second: Tensor) -> None:
 def by_confidence(confidence: Float[Tensor, " n"], values: Shaped[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Return ``values`` from most to least confident, averaged within groups of equal confidence, float64."""
     order = confidence.argsort(descending=True)
-    size = tie_sizes(confidence[order])
-    group = torch.arange(len(size), device=values.device).repeat_interleave(size)
+    _, group, size = torch.unique_consecutive(confidence[order], return_inverse=True, return_counts=True)
     total = torch.zeros(len(size), dtype=torch.float64, device=values.device)
     total.index_add_(0, group, values[order].double())
     means: Tensor = (total / size)[group]
     return means
 
 
-def tie_sizes(ordered: Float[Tensor, " n"]) -> Int[Tensor, " groups"]:
-    """Return the lengths of the runs of equal values."""
-    starts = torch.cat([ordered.new_ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]]).nonzero().squeeze(1)
-    return torch.cat([starts, starts.new_tensor([len(ordered)])]).diff()
+def tie_ends(ordered: Float[Tensor, " n"]) -> Int[Tensor, " groups"]:
+    """Return where the runs of equal values end."""
+    _, sizes = torch.unique_consecutive(ordered, return_counts=True)
+    ends: Tensor = sizes.cumsum(0)
+    return ends
 
 
 ECE_BINS = 15  # the number of bins of both calibration errors, as in Guo et al. (2017).
@@ -128,7 +126,6 @@ def better_than_guessing(predicted: Int[Tensor, " n"], labels: Int[Tensor, " n"]
 
 
 def nll(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
-    """Return the mean negative log-likelihood in nats."""
     return float(label_nll(probabilities, labels).mean())
 
 
@@ -159,22 +156,17 @@ def binned_gap(gap: Float[Tensor, " n"], index: Int[Tensor, " n"], bins: int) ->
 
 
 class RateInterval(NamedTuple):
-    """A closed interval of rates."""
-
     low: float
     high: float
 
 
 class CountInterval(NamedTuple):
-    """A closed interval of counts."""
-
     low: int
     high: int
 
 
 def _stats() -> Any:
-    """Return scipy.stats, imported when it is asked for, so that a model that only predicts does not load it."""
-    from scipy import stats
+    from scipy import stats  # Imported here, so that a model that only predicts does not load it.
 
     return stats
 
@@ -186,10 +178,7 @@ def binomial_interval(successes: int, trials: int, *, level: float = 0.99) -> Ra
 
 
 def weighted_interval(hits: npt.ArrayLike, weights: npt.NDArray[np.float64], *, level: float = 0.99) -> RateInterval:
-    """Return the interval of the rate of hits in the population from which n members were drawn.
-
-    ``hits`` are booleans (n,), ``weights`` the inverse of the probability with which each member was drawn.
-    """
+    """Return the interval of the rate of hits (n,) in the population, with the inverse of each member's probability."""
     size = weights.sum() ** 2 / (weights**2).sum()  # n if all weights are equal
     count = size * float(weights @ np.asarray(hits, np.float64) / weights.sum())
     tail = (1 - level) / 2
@@ -199,10 +188,7 @@ def weighted_interval(hits: npt.ArrayLike, weights: npt.NDArray[np.float64], *, 
 
 
 def weighted_median(values: npt.NDArray[np.floating[Any]], weights: npt.NDArray[np.float64]) -> float:
-    """Return the smallest value below or at which half of the weight lies.
-
-    ``weights`` are the inverse of the probability with which each was drawn.
-    """
+    """Return the smallest value below or at which half of the weight lies."""
     order = np.argsort(values)
     cumulative = weights[order].cumsum()
     return float(values[order][np.searchsorted(cumulative, cumulative[-1] / 2)])
@@ -243,7 +229,7 @@ def _beta_of(alpha: float, calibration_size: int) -> tuple[int, int]:
 
 
 def auroc(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> float:
-    """Return P(out > in) + ½ P(out = in), the area under the ROC curve, by mid-ranks in O((n + m) log n)."""
+    """Return P(out > in) + ½ P(out = in), the area under the ROC curve."""
     check_values("auroc", in_scores, out_scores)
     return float(placements(out_scores, in_scores).mean())
 
@@ -289,7 +275,7 @@ def aupr(positive: Float[Tensor, " p"], negative: Float[Tensor, " q"]) -> float:
     """Return the average precision Σ (R_t − R_{t−1}) P_t over distinct thresholds; higher scores are positive."""
     check_values("aupr", positive, negative)
     scores, order = torch.cat([positive, negative]).sort(descending=True)
-    ends = tie_sizes(scores).cumsum(0)
+    ends = tie_ends(scores)
     hits = (order < len(positive)).cumsum(0)[ends - 1].double()
     gained = hits.diff(prepend=hits.new_zeros(1))
     return float((gained * hits / ends).sum() / len(positive))
@@ -304,12 +290,10 @@ def fpr95(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> fl
 
 
 def rmse(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
-    """Return the root mean squared error, in the target's unit."""
     return float((values.double() - mean.double()).square().mean().sqrt())
 
 
 def r2(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
-    """Return R², the explained fraction of the variance; see :func:`psc_core.linalg.r_squared`."""
     return r_squared((values.double() - mean.double()).square(), values.double())
 
 
@@ -327,13 +311,11 @@ def rises_with(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> bool:
 
 
 def gaussian_nll(mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
-    """Return the mean negative log-likelihood of the normal distribution, in nats."""
     w = (values.double() - mean.double()) / deviation.double()
     return float((0.5 * (w.square() + math.log(2 * math.pi)) + deviation.double().log()).mean())
 
 
 def crps(mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
-    """Return the continuous ranked probability score of the normal distribution, in the target's unit."""
     sigma = deviation.double()
     w = (values.double() - mean.double()) / sigma
     density = torch.exp(-0.5 * w.square()) / math.sqrt(2 * math.pi)
@@ -362,7 +344,7 @@ def coverage_at_risk(confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"
     """Return the largest fraction that a confidence threshold accepts with an error rate ≤ ``risk``, or 0."""
     check_same_length("coverage_at_risk", confidence, correct)
     values, order = confidence.sort(descending=True)
-    accepted = tie_sizes(values).cumsum(0)
+    accepted = tie_ends(values)
     errors = (~correct[order]).cumsum(0)[accepted - 1]
     allowed = errors.double() <= risk * accepted + RANK_ROUNDING
     return float(accepted[allowed].max()) / len(confidence) if bool(allowed.any()) else 0.0

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from psc_core.answers import UNNAMED, BasePolicy, ClassificationPolicy, RegressionPolicy, Target
 from psc_core.bundle import SCHEMA, Bundle, Manifest, read_bundle, write_bundle
-from psc_core.checks import Checks
 from psc_core.compute import own_state, resolve_device
 from psc_core.data.loaders import LoaderDescription
 from psc_core.errors import BundleError, FitError, PSCError, UsageError, of_this_machine, shorten
 from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, Inputs, Preprocess, as_batch
 from psc_core.network.cut import Backbone
 from psc_core.network.output import See, dependence, first_dependent, trial_images
-from psc_core.pipeline import NO_MAP, Pipeline, Scorer, restore_modules, storable_backbone
+from psc_core.pipeline import NO_MAP, Pipeline, restore_pipeline, storable_backbone
 from psc_core.settings import FitOptions
 from psc_core.tasks.base import BaseCalibration, BaseDecisions, BasePrediction, FloatArray, Matrix, Outputs, Task
 from psc_core.tasks.classification import Calibration, Classification
@@ -38,10 +37,7 @@ logger = logging.getLogger("psc.model")
 
 FUSION_TOLERANCE = {"fp32": 0.01, "bf16": 0.5}  # of fused features, relative to the largest
 MAX_BATCH = 64  # maximum number of images that pass through the pipeline at once
-
-
 TRIAL_IMAGES: Final = 64  # the number of calibration images that a fitted model keeps for checking a copy of it
-
 
 AnyModel = TypeVar("AnyModel", bound="FittedModel")
 
@@ -73,7 +69,6 @@ class FittedModel:
 
     @property
     def preprocess(self) -> Preprocess:
-        """The preprocessing that turns images into inputs of the network."""
         return self.pipeline.scorer.preprocess
 
     @property
@@ -103,12 +98,10 @@ class FittedModel:
 
     @property
     def score_names(self) -> tuple[str, ...]:
-        """The names of the scores in the outputs."""
         return self.pipeline.scorer.head.score_names
 
     @property
     def num_probabilities(self) -> int:
-        """The number of columns of probabilities in the outputs."""
         return self.task.probabilities(self.classes)
 
     def outputs(self, packed: Matrix) -> Outputs[Matrix]:
@@ -205,7 +198,7 @@ class FittedModel:
         """
         if not self.preprocess.is_known:
             raise UsageError(f"a bundle has to say how files become inputs; {MAKE_KNOWN}")
-        scorer, checks = self.pipeline.scorer, self.pipeline.checks
+        scorer, checks, layer_map = self.pipeline.scorer, self.pipeline.checks, self.pipeline.map
         backbone, others = storable_backbone(self, graph=graph), self.head_layers[1:]
         files = {
             "projection": scorer.projection.state_dict(),
@@ -213,14 +206,6 @@ class FittedModel:
             "head": scorer.head.state_dict(),
             "calibration": self.calibration.tensors(),
         }
-        if backbone.onnx is None:
-            files["backbone"] = backbone.state_dict()
-        if checks is not None:
-            files["checks"] = {**checks.state_dict(), **_prefixed("texture.", scorer.texture)}
-        if self.pipeline.map is not None:
-            files["map"] = self.pipeline.map.density.state_dict()
-        if self.pipeline.stored_images is not None:
-            files["stored_images"] = self.pipeline.stored_images.tensors()
         fields = {
             "schema_version": SCHEMA,
             "name": self.name,
@@ -236,25 +221,24 @@ class FittedModel:
             "density": scorer.density.config(),
             "head": {**scorer.head.config(), **({"layers": list(others)} if others else {})},
             "calibration": {"images": len(self.calibration)},
-            **({} if checks is None else {"checks": self._checks_config(checks)}),
-            **({} if self.pipeline.map is None else {"map": self.pipeline.map.config()}),
-            **({} if self.pipeline.stored_images is None else {"stored_images": self.pipeline.stored_images.config()}),
             "collapse": self.report.get("collapse"),
             "metrics": self.report.get("metrics", {}),
             "provenance": self.report.get("provenance", {}),
         }
+        if backbone.onnx is None:
+            files["backbone"] = backbone.state_dict()
+        if checks is not None:
+            files["checks"], texture = checks.state_dict(), None
+            if scorer.texture is not None:
+                files["checks"] |= {f"texture.{name}": tensor for name, tensor in scorer.texture.state_dict().items()}
+                layer, below = self.backbone.layers[-1], checks.texture_counts_below
+                texture = {"layer": layer, "density": scorer.texture.config(), "counts_below": below}
+            fields["checks"] = {"names": checks.names, "images": checks.ascending.shape[1], "texture": texture}
+        if layer_map is not None:
+            files["map"], fields["map"] = layer_map.density.state_dict(), layer_map.config()
+        if (stored := self.pipeline.stored_images) is not None:
+            files["stored_images"], fields["stored_images"] = stored.tensors(), stored.sizes
         return write_bundle(Path(path), fields, files, backbone.onnx)
-
-    def _checks_config(self, checks: Checks) -> dict[str, Any]:
-        texture = self.pipeline.scorer.texture
-        config: dict[str, Any] = {"names": checks.names, "images": checks.ascending.shape[1], "texture": None}
-        if texture is not None:
-            config["texture"] = {
-                "layer": self.backbone.layers[-1],
-                "density": texture.config(),
-                "counts_below": checks.texture_counts_below,
-            }
-        return config
 
     @classmethod
     @own_state()
@@ -295,23 +279,12 @@ class FittedModel:
                 f"expected the bundle of a {cls.task_type.noun}, {bundle.path} is of a {manifest.task.noun}; "
                 "load_model loads any"
             )
-        modules = restore_modules(bundle, allow_factories)
-        scorer = Scorer(
-            manifest.preprocess,
-            modules.backbone.to(target).fused(manifest.precision),
-            modules.projection,
-            modules.density,
-            modules.head,
-            modules.texture,
-            tuple(manifest.head.layers),
-        ).to(target)
+        pipeline, backbone, calibration = restore_pipeline(bundle, allow_factories, target)
         return cls(
-            pipeline=Pipeline(
-                scorer, modules.calibration.ood_scores, modules.checks, modules.map, modules.stored_images
-            ),
-            backbone=modules.backbone,
+            pipeline=pipeline,
+            backbone=backbone,
             classes=manifest.classes,
-            calibration=modules.calibration,
+            calibration=calibration,
             policy=manifest.policy,
             layers=manifest.layers,
             name=manifest.name,
@@ -322,7 +295,7 @@ class FittedModel:
 
     @own_state()
     def probed(self: AnyModel) -> AnyModel:
-        """Return this model, which was loaded from a bundle, once it has passed :meth:`probe`."""
+        """Return this model, loaded from a bundle, once it has passed :meth:`probe`."""
         try:
             self.probe()
         except FitError as error:
@@ -384,11 +357,6 @@ class FittedModel:
             see(name, value)
         if output is not None:
             see("", output)
-
-
-def _prefixed(prefix: str, module: nn.Module | None) -> dict[str, Tensor]:
-    """Return the tensors of a module under prefixed names; an empty dictionary without a module."""
-    return {} if module is None else {prefix + name: tensor for name, tensor in module.state_dict().items()}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,11 +1,4 @@
-"""The one path from pixels to outputs, shared by calibration, evaluation and serving.
-
-::
-
-    uint8 ─▶ standardise ─▶ truncated backbone ─┬▶ early layer ─▶ texture density ─▶ texture ─┐
-                                                ├▶ averaged over positions ─┐                 │
-                                                └▶ projection ─▶ z ─┬───────┴▶ density ───────┼▶ OOD score ─▶ p-value
-                                                                    └▶ head ─▶ p, energy ─────┘
+"""The one path from pixels to outputs, shared by calibration, evaluation and serving; docs/architecture.md draws it.
 
 Floating-point images are already the network's inputs and enter after ``standardise``.  The density reads either z or
 the averaged features; the head may read earlier layers besides z, averaged over positions.  A regression has a mean and
@@ -17,8 +10,8 @@ are fixed and nothing waits for the host, so both can be compiled or captured in
 :func:`pipeline_on` runs the network in other ways, with the same outputs up to rounding: ``folded`` as in fitting and
 calibration, ``plain`` as it was trained, ``onnx`` in ONNX Runtime.
 
-:func:`restore_modules` makes the modules from a verified bundle, on the CPU.  Each comes from the tensors in the files
-and is compared with the manifest, so nothing is allocated for a size that the manifest only claims.
+:func:`restore_pipeline` makes the modules from a verified bundle.  Each comes from the tensors in the files and is
+compared with the manifest, so nothing is allocated for a size that the manifest only claims.
 """
 
 from __future__ import annotations
@@ -32,7 +25,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from psc_core.bundle import Bundle, Manifest, MapSection, StoredImagesSection
+from psc_core.bundle import Bundle, Manifest, MapSection
 from psc_core.checks import TEXTURE, Checks, check_values
 from psc_core.compute import autocast
 from psc_core.conformal import check_rates, conformal_p_values
@@ -56,7 +49,6 @@ if TYPE_CHECKING:
 
 
 MAP: Final = "map"  # the name of the map in an explanation
-
 NO_MAP: Final = "the model has no map; fit it again with checks, and a network whose early layers have rows and columns"
 
 
@@ -71,7 +63,6 @@ class Embedding(NamedTuple):
 
 
 def average_positions(features: Float[Tensor, "batch channels _"]) -> Float[Tensor, "batch channels"]:
-    """Average a layer's features over positions in float32."""
     return features.float().mean(2)
 
 
@@ -90,10 +81,7 @@ def ood_score_of(
 
 
 class Scorer(nn.Module):
-    """Computes the scores of the task, the log density, and the probabilities if there are any, from pixels.
-
-    Its parts are on one device.
-    """
+    """Computes the scores of the task, the log density, and the probabilities if there are any, on one device."""
 
     scale: Tensor
     shift: Tensor
@@ -125,11 +113,10 @@ class Scorer(nn.Module):
 
     @property
     def precision(self) -> Precision:
-        """The precision of the backbone, ``"fp32"`` or ``"bf16"``; everything after it is float32."""
+        """The precision of the backbone; everything after it is float32."""
         return self.backbone.precision
 
     def standardise(self, images: Images) -> Inputs:
-        """Standardise as :meth:`Preprocess.standardise`, with scale and shift already on the device."""
         return standardise(images, self.scale, self.shift)
 
     def features(self, inputs: Inputs) -> FeaturesAndOutput:
@@ -139,7 +126,6 @@ class Scorer(nn.Module):
         return result
 
     def embed(self, images: Images) -> Embedding:
-        """Return the inputs of the density and the head for a batch of images."""
         return self.embedding(*self.features(self.standardise(images)))
 
     def embedding(
@@ -171,13 +157,7 @@ class Scorer(nn.Module):
         return Scored(scores, probabilities)
 
     def forward(self, images: Images) -> Scored:
-        """Return the probabilities and the scores of a batch; an image's do not depend on the batch."""
         return self.score(self.embed(images))
-
-    def explain(self, embedding: Embedding, coordinates: Float[Tensor, "batch kept"]) -> dict[str, Tensor]:
-        """Return distances to all classes, the nearest class, whitened deviations, and the head's explanation."""
-        explanation = dict(self.density.explain_at(coordinates)._asdict())
-        return explanation | self.head.explain(embedding.head_input)
 
 
 class Pipeline(nn.Module):
@@ -204,12 +184,10 @@ class Pipeline(nn.Module):
 
     @property
     def check_names(self) -> tuple[str, ...]:
-        """The names of the checks; empty if there are none."""
         return () if self.checks is None else self.checks.names
 
     @property
     def is_traced(self) -> bool:
-        """True if the network runs as a graph; see :attr:`psc_core.network.cut.Backbone.is_traced`."""
         return self.scorer.backbone.is_traced
 
     def with_backbone(self, backbone: Backbone) -> Pipeline:
@@ -227,9 +205,8 @@ class Pipeline(nn.Module):
         """Return a pipeline with another scorer and the other given parts; it shares the rest."""
         scores = self.calibration_scores if scores is None else scores
         checks = self.checks if checks is None else checks
-        return Pipeline(
-            scorer, scores, checks, self.map, self.stored_images if stored_images is None else stored_images
-        )
+        stored_images = self.stored_images if stored_images is None else stored_images
+        return Pipeline(scorer, scores, checks, self.map, stored_images)
 
     def forward(self, images: Images) -> Float[Tensor, "batch columns"]:
         """Return the packed outputs of a batch; an image's do not depend on the batch."""
@@ -245,11 +222,12 @@ class Pipeline(nn.Module):
     def explain(
         self, images: Images, *, with_map: bool = False
     ) -> tuple[Float[Tensor, "batch columns"], dict[str, Tensor]]:
-        """Return packed outputs and their explanation, with :data:`MAP` if asked for; see :meth:`Scorer.explain`."""
+        """Return packed outputs and the explanations of density, head and stored images, with :data:`MAP` on demand."""
         features, output = self._features(images)
         embedding = self.scorer.embedding(features, output)
         coordinates = self.scorer.density.coordinates(embedding.density_input)
-        explanation = self.scorer.explain(embedding, coordinates)
+        explanation = dict(self.scorer.density.explain_at(coordinates)._asdict())
+        explanation |= self.scorer.head.explain(embedding.head_input)
         if self.stored_images is not None:
             nearest: Nearest = self.stored_images(coordinates)
             explanation |= nearest._asdict()
@@ -277,16 +255,14 @@ class Pipeline(nn.Module):
 # Maximum difference between two backends: of probabilities, of means in standard deviations, and of log densities
 # relative to their magnitude.
 OUTPUT_TOLERANCE = 1e-4
-
 _CHECKED_IMAGES = 32
 _FEW = 4
 
 
 def available_backends(model: FittedModel) -> tuple[Backend, ...]:
-    """Return the backends on which a model can run, ``folded`` first.
+    """Return the backends on which a model can run, ``folded`` first; only a traced float32 network on a CPU has more.
 
-    Only a traced float32 network on a CPU has a choice, and a network stored as an ONNX graph runs only in ONNX
-    Runtime.
+    A network stored as an ONNX graph runs only in ONNX Runtime.
     """
     if model.backbone.onnx is not None:
         return ("onnx",)
@@ -378,20 +354,10 @@ def _smooth_noise(preprocess: Preprocess) -> Tensor:
 logger = logging.getLogger("psc.model")
 
 
-class Modules(NamedTuple):
-    backbone: Backbone
-    projection: Projection
-    density: Density
-    head: Head
-    calibration: BaseCalibration
-    texture: Density | None  # for the check "texture"
-    checks: Checks | None
-    map: LayerMap | None
-    stored_images: StoredImages | None
-
-
-def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules:
-    """Build the modules of a bundle."""
+def restore_pipeline(
+    bundle: Bundle, allow_factories: Collection[str], device: torch.device
+) -> tuple[Pipeline, Backbone, BaseCalibration]:
+    """Build the pipeline of a bundle and, as they were fitted, its backbone and its calibration, on the device."""
     need_no_folder()
     manifest, tensors = bundle.manifest, bundle.parts
     try:
@@ -400,14 +366,22 @@ def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules
         dim = len(projection.z_mean)
         if density.reads == "z" and len(density.mean) != dim:
             raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")
-        head = manifest.task.restore_head(manifest.head.model_dump(exclude={"layers"}), tensors["head"])
+        heads = {**manifest.task.heads, **manifest.task.output_heads}
+        head = restore(heads, manifest.head.model_dump(exclude={"layers"}), tensors["head"])
         calibration = _restore_calibration(manifest, tensors["calibration"])
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
         texture, checks = _restore_checks(manifest, tensors)
         layer_map = _restore_map(manifest.map, tensors["map"]) if manifest.map else None
         stored_images = None
         if manifest.stored_images:
-            stored_images = _restore_stored_images(manifest, manifest.stored_images, tensors["stored_images"], density)
+            stored_images = StoredImages.restore(
+                manifest.stored_images.model_dump(),
+                tensors["stored_images"],
+                components=density.basis.shape[1],
+                channels=manifest.preprocess.channels,
+                classes=len(manifest.classes),
+                has_values=manifest.task.has_numbers,
+            )
         backbone = _restore_backbone(bundle, allow_factories)
     except PSCError as error:
         raise BundleError(f"{bundle.path}: {error}") from error
@@ -420,7 +394,9 @@ def restore_modules(bundle: Bundle, allow_factories: Collection[str]) -> Modules
             f"{bundle.path}: the manifest and the tensors do not fit together: {type(error).__name__}, see the log; "
             "fit the bundle again"
         ) from error
-    return Modules(backbone, projection, density, head, calibration, texture, checks, layer_map, stored_images)
+    running, head_layers = backbone.to(device).fused(manifest.precision), tuple(manifest.head.layers)
+    scorer = Scorer(manifest.preprocess, running, projection, density, head, texture, head_layers).to(device)
+    return Pipeline(scorer, calibration.ood_scores, checks, layer_map, stored_images), backbone, calibration
 
 
 def _restore_backbone(bundle: Bundle, allow_factories: Collection[str]) -> Backbone:
@@ -472,16 +448,3 @@ def _restore_map(section: MapSection, tensors: Mapping[str, Tensor]) -> LayerMap
     if grid.rows * grid.columns > MAX_POSITIONS:
         raise BundleError(f"expected a map of at most {MAX_POSITIONS} positions, got {grid}; fit the bundle again")
     return LayerMap(section.layer, grid, density)
-
-
-def _restore_stored_images(
-    manifest: Manifest, section: StoredImagesSection, tensors: Mapping[str, Tensor], density: Density
-) -> StoredImages:
-    return StoredImages.restore(
-        section.model_dump(),
-        tensors,
-        components=density.basis.shape[1],
-        channels=manifest.preprocess.channels,
-        classes=len(manifest.classes),
-        has_values=manifest.task.has_numbers,
-    )

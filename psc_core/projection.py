@@ -55,6 +55,7 @@ from psc_core.linalg import (
     DEAD_UNIT,
     MIN_COLUMNS,
     ClassScatter,
+    Moments,
     MomentSums,
     nc1_of,
     rounding_of,
@@ -66,11 +67,9 @@ from psc_core.settings import FitSettings
 
 
 class Projection(Fitted):
-    """The projection: reshape, scale, project, scale again.
+    """The projection: reshape, scale, project, scale again; without the second scaling μ_Z and 1/σ_Z are 0 and 1.
 
-    Args:
-        tensors: μ, 1/σ, A, B, μ_Z and 1/σ_Z, as in ``layout``; without the second scaling the last two are 0 and 1.
-        positions: Number of positions that each chosen layer is reduced to, by average pooling where it has more.
+    Each chosen layer is reduced to a number of ``positions``, by average pooling where it has more.
     """
 
     kind = "tucker"
@@ -82,14 +81,6 @@ class Projection(Fitted):
         "z_mean": ("dim",),
         "z_inverse_std": ("dim",),
     }
-    mean: Tensor
-    inverse_std: Tensor
-    channel_factor: Tensor
-    spatial_factor: Tensor
-    z_mean: Tensor
-    z_inverse_std: Tensor
-    shift: Tensor
-    z_shift: Tensor
 
     def __init__(self, tensors: Mapping[str, Tensor], *, positions: Sequence[int]) -> None:
         super().__init__(tensors, record={})
@@ -116,12 +107,10 @@ class Projection(Fitted):
 
     @property
     def c_proj(self) -> int:
-        """Number of channel components."""
         return self.channel_factor.shape[1]
 
     @property
     def d_proj(self) -> int:
-        """Number of spatial components."""
         return self.spatial_factor.shape[1]
 
     def scaled(self, features: Sequence[Tensor]) -> Float[Tensor, "batch channels positions"]:
@@ -138,25 +127,15 @@ class Projection(Fitted):
 
     def leading(self, c_proj: int, d_proj: int) -> Projection:
         """Return this projection with only its leading components."""
-        means, scales = (
-            part.view(self.c_proj, self.d_proj)[:c_proj, :d_proj].flatten()
-            for part in (self.z_mean, self.z_inverse_std)
-        )
-        return Projection.from_moments(
-            self.positions,
-            self.mean,
-            1.0 / self.inverse_std,
-            self.channel_factor[:, :c_proj],
-            self.spatial_factor[:, :d_proj],
-            means,
-            1.0 / scales,
-        )
+        both = (self.z_mean, 1.0 / self.z_inverse_std)
+        scaling = (part.view(self.c_proj, self.d_proj)[:c_proj, :d_proj].flatten() for part in both)
+        factors = self.channel_factor[:, :c_proj], self.spatial_factor[:, :d_proj]
+        return Projection.from_moments(self.positions, self.mean, 1.0 / self.inverse_std, *factors, *scaling)
 
     def with_second_scaling(self, z_mean: Tensor, z_std: Tensor) -> Projection:
         """Return this projection with (vec Z − z_mean) / z_std as its last step."""
-        return Projection.from_moments(
-            self.positions, self.mean, 1.0 / self.inverse_std, self.channel_factor, self.spatial_factor, z_mean, z_std
-        )
+        factors = self.channel_factor, self.spatial_factor
+        return Projection.from_moments(self.positions, self.mean, 1.0 / self.inverse_std, *factors, z_mean, z_std)
 
     def config(self) -> dict[str, Any]:
         """Return method and sizes, JSON types; the tensors are in ``state_dict()``."""
@@ -198,13 +177,8 @@ def reduce_positions(
     return F.adaptive_avg_pool1d(features, positions)
 
 
-@dataclass(frozen=True)
-class ChannelMoments:
-    """Mean and covariance of X, float64."""
-
-    count: int  # number of labelled examples
-    mean: Float[Tensor, "channels positions"]
-    covariance: Float[Tensor, "channels positions positions"]
+class ChannelMoments(Moments):
+    """Mean (C, d) and covariance (C, d, d) of X over the labelled examples."""
 
     def std(self) -> Float[Tensor, "channels positions"]:
         """Return the standard deviations, at least :data:`.DEAD_UNIT` of their root mean square; ∞, which scales to 0,
@@ -246,20 +220,14 @@ def channel_moments(
     return ChannelMoments(*moments)
 
 
-# Maximum number of higher-order orthogonal iterations; they start near the end, from the truncated HOSVD.
-ITERATIONS = 10
-
-
-# Eigenvalue of a Gram matrix, relative to the largest, below which it is rounding: an amplitude of a millionth.
-NO_RANK = 1e-12
+ITERATIONS = 10  # at most, of higher-order orthogonal iteration, which starts near the end, from the truncated HOSVD
+NO_RANK = 1e-12  # eigenvalue of a Gram matrix, relative to the largest, below which it is rounding
 
 
 def tucker_factors(
     correlation: Float[Tensor, "channels positions positions"], c_max: int, d_max: int
 ) -> tuple[Float[Tensor, "channels c_max"], Float[Tensor, "positions d_max"]]:
     """Return the leading factors A and B of the channel and the spatial mode, by tensorly's HOOI in float64.
-
-    The sign of every column is fixed (largest entry positive), so that equal inputs give equal factors.
 
     There are at most C columns of A, at most d_max (d_max + 1) / 2, which is what symmetric slices span, and no more
     than these do span; at most d of B.
@@ -333,9 +301,7 @@ class ProjectionReport:
     nc1: Float[Tensor, "c_max d_max"]  # of every size, float64
     nc4: Float[Tensor, "c_max d_max"]
     note: str = ""  # to how many positions the layers were reduced; empty when they were not
-    positions: tuple[
-        tuple[int, float], ...
-    ] = ()  # spatial components and the density's mean AUROC on synthetic OOD images
+    positions: tuple[tuple[int, float], ...] = ()  # spatial components, the density's mean AUROC on synthetic images
 
     def of_size(self, d_proj: int | None = None) -> tuple[float, float]:
         """Return NC1 and NC4 of z, with the chosen or another number of spatial components."""
@@ -386,8 +352,7 @@ def choose_ranks(
     """
     epsilon, c_proj, d_proj = settings.epsilon, settings.c_proj, settings.d_proj
     c_max, d_max = nc1.shape
-    c = torch.arange(1, c_max + 1)[:, None].expand(c_max, d_max)
-    d = torch.arange(1, d_max + 1)[None, :].expand(c_max, d_max)
+    c, d = torch.arange(1, c_max + 1)[:, None], torch.arange(1, d_max + 1)
     size = (c * d).double()
     nc1, nc4 = nc1.cpu().double(), nc4.cpu().double()
     allowed = torch.ones_like(nc1, dtype=torch.bool)
@@ -483,9 +448,8 @@ def _columns(features: list[Tensor], largest: Projection, columns: slice, *, is_
     return [x.flatten(1)[:, columns], *([largest.project(x).flatten(1)] if is_first else [])]
 
 
-# Largest projection that is measured: components of the channel mode, and of both modes together.
-MAX_CHANNEL_COMPONENTS = 64
-MAX_COMPONENTS = 2048
+MAX_CHANNEL_COMPONENTS = 64  # of the largest projection that is measured
+MAX_COMPONENTS = 2048  # of both modes together
 
 
 def fit_tucker(
@@ -493,8 +457,7 @@ def fit_tucker(
 ) -> tuple[Projection, ProjectionReport, Float[Tensor, "c_max d_max"]]:
     """Fit the largest projection, on the device, measure its sizes on the selection split and choose one.
 
-    Returns:
-        The largest projection, the report, and the standard deviation of every component of Z, float64.
+    The tensor is the standard deviation of every component of Z, float64.
     """
     c_proj = settings.c_proj
     step = feature_step(backbone, compute.precision)
@@ -504,9 +467,8 @@ def fit_tucker(
     if all(d == 1 for _, d in shapes):
         shapes = [(1, c) for c, _ in shapes]  # as reshape_features lays out vectors
     positions = [reduced_positions(c, d, compute.max_memory // len(shapes) ** 2) for c, d in shapes]
-    have = [d for _, d in shapes]
     note = ""
-    if positions != have:
+    if positions != (have := [d for _, d in shapes]):
         budget = f"{compute.max_memory >> 20} MiB"
         note = f"positions {have} → {positions} by average pooling, to keep the covariance within {budget}"
     c_max, d_max = largest_sizes(shapes[0][0], sum(positions), c_proj, settings.d_proj)

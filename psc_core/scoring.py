@@ -49,7 +49,6 @@ class NamedImage:
 
 
 def in_parts(images: Iterator[NamedImage], size: int) -> Iterator[list[NamedImage]]:
-    """Yield consecutive lists of ``size`` images; the last may be shorter."""
     while part := list(islice(images, size)):
         yield part
 
@@ -144,8 +143,8 @@ def columns_of(prediction: BasePrediction, task: Task) -> Columns:
 
 def merge(names: Sequence[str], errors: Sequence[str | None], scored: Columns) -> Columns:
     """Return the columns of a part; ``scored`` has the cells of the images without errors, in order."""
-    cells = {name: iter(column) for name, column in scored.items()}
-    merged = {name: [None if error else next(column) for error in errors] for name, column in cells.items()}
+    cells = ((name, iter(column)) for name, column in scored.items())
+    merged = {name: [None if error else next(column) for error in errors] for name, column in cells}
     return {"item": list(names), **merged, "error": list(errors)}
 
 
@@ -155,10 +154,8 @@ def write(columns: Columns, types: Mapping[str, Any], file: Path) -> None:
     if file.suffix == ".parquet":
         pyarrow_parquet().write_table(_arrow(columns, types), partial)
     else:
-        rows = zip(*columns.values(), strict=True)
-        partial.write_text(
-            "".join(json.dumps(dict(zip(columns, row, strict=True)), allow_nan=False) + "\n" for row in rows)
-        )
+        rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+        partial.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
     partial.replace(file)
 
 
@@ -331,7 +328,7 @@ class ShardWriter:
 def write_on_ray(
     make_writer: Callable[[], PartWriter], make_parts: Callable[[], Iterator[list[NamedImage]]], actors: int
 ) -> Iterator[PartCount]:
-    """Write all parts and yield a count for each, like :func:`psc_core.scoring.write_parts`."""
+    """Write all parts and yield a count for each, like :func:`write_parts`."""
     ray_data = needs("--ray", "ray", "ray.data")
     shards = SHARDS_PER_ACTOR * actors
     rows = ray_data.range(shards, override_num_blocks=shards).map(

@@ -90,11 +90,9 @@ def key_values(pairs: Sequence[str]) -> dict[str, Any]:
 
 def day(text: str) -> str:
     """Return a day given as YYYY-MM-DD (argparse type)."""
-    try:
+    with suppress(ValueError):
         if date.fromisoformat(text).isoformat() == text:
             return text
-    except ValueError:
-        pass
     raise ArgumentTypeError(f"expected a day as YYYY-MM-DD, got {text!r}")
 
 

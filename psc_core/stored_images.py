@@ -32,14 +32,14 @@ SIDE: Final = 64  # maximum height and width of a stored image, in pixels; with 
 MAX_COUNT: Final = 4096  # maximum number of kept images; their pixels take 48 MiB
 NEAREST: Final = 3  # the number of kept images that an explanation names
 CANDIDATES: Final = 16  # the number of kept images whose exact distances are computed
-_TYPES: Final = {"embedding": torch.float32, "pixels": torch.uint8, "images": torch.int64, "labels": torch.int64}
-_AXES: Final = {
-    "embedding": ("count", "kept"),
-    "pixels": ("count", "channels", "height", "width"),
-    "images": ("count",),
-    "labels": ("count",),
-}
 _VALUES: Final = "values"
+_LAYOUT: Final = {  # type and axes of each tensor; a regression's has the target's values too
+    "embedding": (torch.float32, ("count", "kept")),
+    "pixels": (torch.uint8, ("count", "channels", "height", "width")),
+    "images": (torch.int64, ("count",)),  # positions in the training data
+    "labels": (torch.int64, ("count",)),
+    _VALUES: (torch.float64, ("count",)),
+}
 
 
 class Nearest(NamedTuple):
@@ -50,19 +50,27 @@ class Nearest(NamedTuple):
 
 
 class StoredImages(nn.Module):
-    """The kept training images of a model.
-
-    Args:
-        tensors: ``embedding`` float32 (N, P); ``pixels`` uint8 (N, C, height, width); ``images`` int64 (N), positions
-            in the training data; ``labels`` int64 (N); for a regression also ``values`` float64 (N), the target's
-            values.
-    """
+    """The kept training images of a model."""
 
     embedding: Tensor
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.sizes = _checked(tensors)
+        sizes: dict[str, int] = {}
+        for name in filter(tensors.__contains__, _LAYOUT):  # fixed order, so that a fault has one message
+            tensor, shape, (dtype, axes) = tensors[name], tuple(tensors[name].shape), _LAYOUT[name]
+            expected = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes, shape, strict=False))
+            if tensor.dtype != dtype or len(shape) != len(axes) or shape != expected or not tensor.numel():
+                raise BundleError(
+                    f"expected {dtype} stored_images.{name} with axes {axes} and the sizes {sizes}, got "
+                    f"{tensor.dtype} {shape}; fit the bundle again"
+                )
+        if sizes["count"] > MAX_COUNT or max(sizes["height"], sizes["width"]) > SIDE or sizes["channels"] not in (1, 3):
+            raise BundleError(
+                f"expected at most {MAX_COUNT} stored images of 1 or 3 channels and at most {SIDE} × {SIDE} pixels, "
+                f"got sizes {sizes}; fit the bundle again"
+            )
+        self.sizes = sizes  # of the axes: with :meth:`tensors` they restore the images
         self.register_buffer("embedding", tensors["embedding"], persistent=False)
         # Plain attributes, which stay on the host when the module moves to a device.
         self._on_host = {name: tensor.cpu() for name, tensor in tensors.items() if name != "embedding"}
@@ -70,10 +78,6 @@ class StoredImages(nn.Module):
 
     def __len__(self) -> int:
         return len(self.embedding)
-
-    def config(self) -> dict[str, int]:
-        """Return the section of a manifest, the sizes; with :meth:`tensors` it restores the images."""
-        return self.sizes
 
     def tensors(self) -> dict[str, Tensor]:
         return {"embedding": self.embedding, **self._on_host}
@@ -93,8 +97,8 @@ class StoredImages(nn.Module):
         classes: int,
         has_values: bool,
     ) -> StoredImages:
-        """Rebuild stored_images from :meth:`config` and :meth:`tensors`."""
-        expected = {*_AXES, *([_VALUES] if has_values else [])}
+        """Rebuild the stored images from their ``sizes``, the section of a manifest, and :meth:`tensors`."""
+        expected = set(_LAYOUT) if has_values else set(_LAYOUT) - {_VALUES}
         if set(tensors) != expected:
             raise BundleError(
                 f"expected stored image tensors {sorted(expected)}, got {shorten(repr(sorted(tensors)))}; fit again"
@@ -114,7 +118,6 @@ class StoredImages(nn.Module):
         return found
 
     def forward(self, coordinates: Float[Tensor, "batch components"]) -> Nearest:
-        """Return the kept images nearest to each image of a batch."""
         coordinates = coordinates.float()
         # cdist is a matrix product: fast, but inexact for an image that nearly equals a kept one.
         rough = torch.cdist(coordinates, self.embedding)
@@ -144,26 +147,6 @@ class StoredImages(nn.Module):
         if kept not in self._pngs:
             self._pngs[kept] = as_base64(png_of(self._on_host["pixels"][kept].numpy()))
         return self._pngs[kept]
-
-
-def _checked(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Check the tensors and return the sizes of their axes."""
-    sizes: dict[str, int] = {}
-    types, axes = {**_TYPES, _VALUES: torch.float64}, {**_AXES, _VALUES: ("count",)}
-    for name in filter(tensors.__contains__, axes):  # fixed order, so that a fault has one message
-        tensor, shape = tensors[name], tuple(tensors[name].shape)
-        expected = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes[name], shape, strict=False))
-        if tensor.dtype != types[name] or len(shape) != len(axes[name]) or shape != expected or not tensor.numel():
-            raise BundleError(
-                f"expected {types[name]} stored_images.{name} with axes {axes[name]} and the sizes {sizes}, got "
-                f"{tensor.dtype} {shape}; fit the bundle again"
-            )
-    if sizes["count"] > MAX_COUNT or max(sizes["height"], sizes["width"]) > SIDE or sizes["channels"] not in (1, 3):
-        raise BundleError(
-            f"expected at most {MAX_COUNT} stored images of 1 or 3 channels and at most {SIDE} × {SIDE} pixels, got "
-            f"sizes {sizes}; fit the bundle again"
-        )
-    return sizes
 
 
 def check_count(count: int, classes: int) -> None:

@@ -10,7 +10,6 @@ Shapes: B images, D = dim of z, K probabilities (0 for a task without them).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple, cast
 
 import torch
@@ -43,9 +42,6 @@ class Head(Fitted):
     reads_layers: ClassVar[bool] = False  # earlier layers besides z, averaged over positions
     has_temperature: ClassVar[bool] = False  # whether it has a temperature that can be chosen again
     epistemic_unit: ClassVar[str] = ""  # unit of the epistemic uncertainty, for display; empty where there is none
-
-    center: Tensor
-    inverse_scale: Tensor
 
     def standardise(self, z: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
         """Return φ, the standardised features."""
@@ -80,16 +76,6 @@ class Standardisation(NamedTuple):
             z.shape[1],
             torch.float64,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadData:
-    """Base of the data that a head is fitted to: standardised features of the training and the selection split."""
-
-    train: FeatureMatrix  # float64, to fit to
-    selection: Float[Tensor, "m dim"]  # to choose hyperparameters by
-    seed: int
-    standardisation: Standardisation
 
 
 def in_memory(features: FeatureMatrix) -> Float[Tensor, "n dim"]:
@@ -136,17 +122,16 @@ class UncertaintyDecomposition(NamedTuple):
 
 
 class ClassifierHead(Head):
-    """Base of the heads of a classifier; subclasses add ``layout``, ``epistemic_unit``, ``forward`` and ``fit``."""
+    """Base of a classifier's heads; subclasses add ``layout``, ``epistemic_unit``, ``fit`` and ``forward``.
+
+    ``forward`` maps features to a :class:`ClassifierOutput`.
+    """
 
     score_names = CLASSIFICATION_SCORES
 
     @classmethod
     def fit(cls, data: ClassifierData) -> ClassifierHead:
         """Return a head fitted to standardised features; every free number by the NLL of the selection split."""
-        raise NotImplementedError
-
-    def forward(self, z: Float[Tensor, "batch dim"]) -> ClassifierOutput:
-        """Return probabilities and epistemic uncertainty of a batch of feature vectors."""
         raise NotImplementedError
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
@@ -189,7 +174,7 @@ class RegressionOutput(NamedTuple):
 
 
 class RegressionHead(Head):
-    """Base of the heads of a regression; subclasses add ``layout``, ``forward`` and ``fit``."""
+    """Base of a regression's heads; ``forward`` of a subclass maps features to a :class:`RegressionOutput`."""
 
     score_names = REGRESSION_SCORES
 
@@ -198,37 +183,39 @@ class RegressionHead(Head):
         """Return a head fitted to standardised features and numbers."""
         raise NotImplementedError
 
-    def forward(self, z: Float[Tensor, "batch dim"]) -> RegressionOutput:
-        """Return mean and standard deviations of a batch of feature vectors."""
-        raise NotImplementedError
-
     def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
         mean, aleatoric, epistemic = self(features)
         served = mean if output is None else output[:, 0]
         return Scored({"mean": served, "aleatoric": aleatoric, "epistemic": epistemic}, mean.new_empty(len(mean), 0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClassifierData(HeadData):
-    """Standardised features and class indices; the features of the selection split are float32."""
+class ClassifierData(NamedTuple):
+    """What the head of a classifier is fitted to; the selection split chooses its free numbers."""
 
+    train: FeatureMatrix  # standardised, float64
     train_labels: Int[Tensor, " n"]
     weights: Float[Tensor, " n"]  # 1 / labels of its image, so that every image is one observation
+    selection: Float[Tensor, "m dim"]  # standardised, float32
     selection_labels: Int[Tensor, " m"]
     num_classes: int
+    seed: int
+    standardisation: Standardisation
 
 
-@dataclass(frozen=True, kw_only=True)
-class RegressionData(HeadData):
-    """Standardised features and numbers, all float64: (y − center) / scale has mean 0, deviation 1."""
+class RegressionData(NamedTuple):
+    """What the head of a regression is fitted to, all float64: (y − center) / scale has mean 0, deviation 1."""
 
+    train: FeatureMatrix  # standardised
     train_values: Float[Tensor, " n"]
     train_images: Int[Tensor, " n"]  # which image of the training data each one is
+    selection: Float[Tensor, "m dim"]  # standardised
     selection_values: Float[Tensor, " m"]
     selection_mean: Float[Tensor, " m"] | None  # what is served in place of the head's mean
     center: Float[Tensor, ""]  # target's unit
     scale: Float[Tensor, ""]
     widths: tuple[int, ...]  # columns of z, then of each earlier layer
+    seed: int
+    standardisation: Standardisation
 
 
 class Features(NamedTuple):

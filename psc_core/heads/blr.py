@@ -7,7 +7,7 @@
 φ are standardised features, n training images.  ``log σ²`` is kept within the range that it has on training images,
 because nothing is known of the noise beyond.  Everything stored is in the target's unit.
 
-:func:`fit_blr` works on standardised numbers t, so the intercept is 0.  Weights, α and β follow by evidence, with
+The fit works on standardised numbers t, so the intercept is 0.  Weights, α and β follow by evidence, with
 ``ΦᵀΦ = V diag(e) Vᵀ``, until nothing changes (MacKay 1992; Bishop 2006, equations 3.92 to 3.95):
 
     m = β A⁻¹ Φᵀt,   γ = Σ_j β e_j / (β e_j + α),   α ← γ / ‖m‖²,   β ← (n − 1 − γ) / Σ_i (t_i − mᵀφ_i)²
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.features import FeatureMatrix, blocks
+from psc_core.fitted import Record
 from psc_core.heads.base import RegressionData, RegressionHead, RegressionOutput, in_memory
 from psc_core.linalg import Eigen, eigh
 
@@ -53,20 +54,36 @@ class BayesianLinearHead(RegressionHead):
         "noise_bias": (),
         "log_noise_range": ("two",),
     }
-    weight: Tensor
-    bias: Tensor
-    root: Tensor
-    bias_deviation: Tensor
-    noise_weight: Tensor
-    noise_bias: Tensor
-    log_noise_range: Tensor
 
     @classmethod
     def fit(cls, data: RegressionData) -> BayesianLinearHead:
-        return fit_blr(data)
+        """Fit posterior, noise, and the factor of both standard deviations."""
+        posterior = fit_posterior(data.train, data.train_values)
+        noise = fit_noise(data, posterior)
+        bias_deviation = 1 / math.sqrt(posterior.noise_precision * posterior.images)
+        mean, factor, nll = scale_posterior(data, *predict(data, posterior, noise))
+        unit = data.scale * math.sqrt(factor)
+        shift = 2 * unit.log()
+        return cls(
+            {
+                **data.standardisation._asdict(),
+                "weight": posterior.mean * data.scale,
+                "bias": data.center,
+                "root": posterior.root * unit,
+                "bias_deviation": unit * bias_deviation,
+                "noise_weight": noise.weight,
+                "noise_bias": noise.bias + shift,
+                "log_noise_range": noise.range + shift,
+            },
+            record={
+                "prior_precision": posterior.prior_precision,
+                "noise_precision": posterior.noise_precision,
+                "noise_penalty": noise.penalty if math.isfinite(noise.penalty) else -1,
+                **selection_record(data, mean, factor, nll),
+            },
+        )
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> RegressionOutput:
-        """Return the mean, and the standard deviations of noise and of the weights."""
         phi = self.standardise(z)
         linear = functional.linear(phi, torch.stack([self.weight, self.noise_weight]))
         log_noise = (linear[:, 1] + self.noise_bias).clamp(self.log_noise_range[0], self.log_noise_range[1])
@@ -106,37 +123,6 @@ class Noise(NamedTuple):
     def variance(self, phi: Float[Tensor, "n dim"]) -> Float[Tensor, " n"]:
         """Return σ²."""
         return (phi @ self.weight + self.bias).clamp(self.range[0], self.range[1]).exp()
-
-
-def fit_blr(data: RegressionData) -> BayesianLinearHead:
-    """Fit posterior, noise, and the factor of both standard deviations."""
-    posterior = fit_posterior(data.train, data.train_values)
-    noise = fit_noise(data, posterior)
-    bias_deviation = 1 / math.sqrt(posterior.noise_precision * posterior.images)
-
-    mean, factor, nll = scale_posterior(data, *predict(data, posterior, noise))
-    unit = data.scale * math.sqrt(factor)
-    shift = 2 * unit.log()
-    return BayesianLinearHead(
-        {
-            **data.standardisation._asdict(),
-            "weight": posterior.mean * data.scale,
-            "bias": data.center,
-            "root": posterior.root * unit,
-            "bias_deviation": unit * bias_deviation,
-            "noise_weight": noise.weight,
-            "noise_bias": noise.bias + shift,
-            "log_noise_range": noise.range + shift,
-        },
-        record={
-            "prior_precision": posterior.prior_precision,
-            "noise_precision": posterior.noise_precision,
-            "noise_penalty": noise.penalty if math.isfinite(noise.penalty) else -1,
-            "variance_factor": factor,
-            "val_nll": nll + float(data.scale.log()),
-            "val_rmse": float((data.selection_values - mean).square().mean().sqrt() * data.scale),
-        },
-    )
 
 
 def fit_posterior(phi: Float[Tensor, "n dim"] | FeatureMatrix, t: Float[Tensor, " n"]) -> LinearPosterior:
@@ -181,8 +167,7 @@ def fit_noise(data: RegressionData, posterior: LinearPosterior) -> Noise:
     same = squares.mean().log()
     options = [Noise(torch.zeros_like(posterior.mean), same, torch.stack([same, same]), math.inf)]
     options += [fit_log_variance(phi, squares, penalty) for penalty in PENALTIES]
-    losses = [scale_posterior(data, *predict(data, posterior, noise)).nll for noise in options]
-    return options[losses.index(min(losses))]
+    return min(options, key=lambda noise: scale_posterior(data, *predict(data, posterior, noise))[2])
 
 
 def fit_log_variance(phi: Float[Tensor, "n dim"], squares: Float[Tensor, " n"], penalty: float) -> Noise:
@@ -224,19 +209,25 @@ def predict(
     return data.selection @ posterior.mean, noise.variance(data.selection) + epistemic
 
 
-class Scaled(NamedTuple):
-    """Predictions for the selection images whose variances are multiplied by one factor."""
+def scale_posterior(
+    data: RegressionData, mean: Float[Tensor, " m"], variance: Float[Tensor, " m"]
+) -> tuple[Float[Tensor, " m"], float, float]:
+    """Return the mean that is served, the factor that makes its errors as large as stated, and the NLL with it, nats.
 
-    mean: Float[Tensor, " m"]  # the one that is served
-    factor: float  # mean of (y − μ)²/σ² over the images
-    nll: float  # with the factor, nats
-
-
-def scale_posterior(data: RegressionData, mean: Float[Tensor, " m"], variance: Float[Tensor, " m"]) -> Scaled:
-    """Return the mean that is served, the factor that makes its errors as large as stated, and the NLL with it."""
+    The factor, by which all variances are multiplied, is the mean of (y − μ)²/σ² over the selection images.
+    """
     served = mean if data.selection_mean is None else data.selection_mean
     factor = ((data.selection_values - served).square() / variance).mean().clamp(min=1 / LARGEST_PRECISION)
-    return Scaled(served, float(factor), gaussian_nll(data.selection_values, served, factor * variance))
+    return served, float(factor), gaussian_nll(data.selection_values, served, factor * variance)
+
+
+def selection_record(data: RegressionData, mean: Float[Tensor, " m"], factor: float, nll: float) -> Record:
+    """Return the entries of a head's record that say how well it predicts the selection split, in the target's unit."""
+    return {
+        "variance_factor": factor,
+        "val_nll": nll + float(data.scale.log()),
+        "val_rmse": float((data.selection_values - mean).square().mean().sqrt() * data.scale),
+    }
 
 
 def gaussian_nll(y: Float[Tensor, " n"], mean: Float[Tensor, " n"], variance: Float[Tensor, " n"]) -> float:

@@ -40,17 +40,29 @@ class DuqHead(ClassifierHead):
         "length_scale": (),
         "exponent": (),
     }
-    embedding: Tensor
-    centroids: Tensor
-    length_scale: Tensor
-    exponent: Tensor
 
     @classmethod
     def fit(cls, data: ClassifierData) -> DuqHead:
-        return fit_duq(data)
+        """Fit embedding, centroids, length-scale and exponent."""
+        means, embedding, shrinkage = whitening(data.train, data.train_labels, data.num_classes)
+        centroids = means @ embedding
+        halves = squared_distances(data.selection.double() @ embedding, centroids) / (2 * data.selection.shape[1])
+        labels = data.selection_labels
+        length_scale = min(LENGTH_SCALES, key=lambda sigma: kernel_loss(-halves / sigma**2, labels))
+        log_kernels = -halves / length_scale**2
+        exponent = min(EXPONENTS, key=lambda gamma: nll(gamma * log_kernels, labels).mean().item())
+        chosen = {"length_scale": length_scale, "exponent": exponent}
+        return cls(
+            {
+                **data.standardisation._asdict(),
+                "embedding": embedding,
+                "centroids": centroids,
+                **{name: torch.tensor(value, device=embedding.device) for name, value in chosen.items()},
+            },
+            record={**chosen, "shrinkage": shrinkage, "val_nll": nll(exponent * log_kernels, labels).mean().item()},
+        )
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> ClassifierOutput:
-        """Return normalised powers of the kernels, one minus the largest kernel, and minus the log of their sum."""
         # Whitening multiplies by up to 1,000 where an eigenvalue is clamped, and the roundings of float32 with it.
         embedded = (self.standardise(z).double() @ self.embedding.double()).to(z.dtype)
         squared = squared_distances(embedded, self.centroids)
@@ -72,32 +84,6 @@ LENGTH_SCALES: Final = tuple(10.0 ** (k / 8) for k in range(-16, 17))
 EXPONENTS: Final = tuple(10.0 ** (k / 8) for k in range(-16, 33))  # values of γ to try: 10⁻² … 10⁴, eight to a decade
 
 
-def fit_duq(data: ClassifierData) -> DuqHead:
-    """Fit embedding, centroids, length-scale and exponent."""
-    means, embedding, shrinkage = whitening(data.train, data.train_labels, data.num_classes)
-    centroids = means @ embedding
-    halves = squared_distances(data.selection.double() @ embedding, centroids) / (2 * data.selection.shape[1])
-    labels = data.selection_labels
-    length_scale = min(LENGTH_SCALES, key=lambda sigma: kernel_loss(-halves / sigma**2, labels))
-    log_kernels = -halves / length_scale**2
-    exponent = min(EXPONENTS, key=lambda gamma: nll(gamma * log_kernels, labels).mean().item())
-    return DuqHead(
-        {
-            **data.standardisation._asdict(),
-            "embedding": embedding,
-            "centroids": centroids,
-            "length_scale": torch.tensor(length_scale, device=embedding.device),
-            "exponent": torch.tensor(exponent, device=embedding.device),
-        },
-        record={
-            "length_scale": length_scale,
-            "exponent": exponent,
-            "shrinkage": shrinkage,
-            "val_nll": nll(exponent * log_kernels, labels).mean().item(),
-        },
-    )
-
-
 def kernel_loss(log_kernels: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
     """Return DUQ's loss: the mean of ``−log k_y − Σ_{c ≠ y} log(1 − k_c)``, nats."""
     others = -torch.log(-torch.expm1(log_kernels.clamp(max=-1e-12)))
@@ -114,7 +100,7 @@ def whitening(
     for chunk, block in blocks(phi):
         means.index_add_(0, labels[chunk], block.double())
     means /= torch.bincount(labels, minlength=num_classes)[:, None]
-    scatter = torch.zeros(dim, dim, dtype=torch.float64, device=phi.device)
+    scatter = means.new_zeros(dim, dim)
     for chunk, block in blocks(phi):
         centred = block.double() - means[labels[chunk]]
         scatter += centred.T @ centred

@@ -18,7 +18,7 @@ The layers are experts of a generalised product (Cao & Fleet 2014); one that lea
 Neighbours are exact: a matrix product and ``topk`` on blocks of at most :data:`BLOCK` neighbour images, on any device,
 so that memory does not grow with their number.  Distances to the chosen ones are differences, and solves float64.
 
-:func:`fit_dve` reduces each layer first: one axis is the direction of Bayesian linear regression of the number, the
+The fit reduces each layer first: one axis is the direction of Bayesian linear regression of the number, the
 others are principal components of what is left.  (The paper takes a layer as it is; where its axes are of equal
 variance, as z's are, principal components alone would lose what predicts the number.)  Length-scales, signal s² and
 noise τ² then minimise the Vecchia approximation of the NLL (Vecchia 1988)
@@ -49,7 +49,7 @@ from torch.nn import functional
 from psc_core.errors import FitError
 from psc_core.features import FeatureMatrix, blocks
 from psc_core.heads.base import RegressionData, RegressionHead, RegressionOutput
-from psc_core.heads.blr import fit_posterior, gaussian_nll, scale_posterior
+from psc_core.heads.blr import fit_posterior, gaussian_nll, scale_posterior, selection_record
 from psc_core.linalg import eigh, fix_signs
 
 BLOCK: Final = 1 << 13  # number of neighbour images that distances are computed to at once
@@ -65,21 +65,14 @@ class Neighbours(NamedTuple):
     squared: Float[Tensor, "batch m"]  # distances, squared
 
 
-class Experts(NamedTuple):
-    """The predictions of the layers for B images; numbers have deviation 1."""
-
-    mean: Float[Tensor, "layers batch"]
-    variance: Float[Tensor, "layers batch"]  # noise included
-    nearest: list[Neighbours]  # of each layer, the SHOWN nearest
-
-
-class Combined(NamedTuple):
-    """The product of the experts; numbers have deviation 1."""
+class Product(NamedTuple):
+    """The product of the experts for B images; numbers have deviation 1."""
 
     mean: Float[Tensor, " batch"]
-    variance: Float[Tensor, " batch"]
+    variance: Float[Tensor, " batch"]  # noise included
     noise: Float[Tensor, " batch"]  # the part of it that is noise
     weight: Float[Tensor, "layers batch"]  # β
+    nearest: list[Neighbours]  # of each layer, the SHOWN nearest
 
 
 class DeepVecchiaHead(RegressionHead):
@@ -105,20 +98,6 @@ class DeepVecchiaHead(RegressionHead):
         "deviation_factor": (),
     }
     in_float64 = frozenset({"images"})
-    basis: Tensor
-    points: Tensor
-    values: Tensor
-    images: Tensor
-    signal: Tensor
-    noise: Tensor
-    neighbours: Tensor
-    value_center: Tensor
-    value_scale: Tensor
-    deviation_factor: Tensor
-
-    @classmethod
-    def fit(cls, data: RegressionData) -> DeepVecchiaHead:
-        return fit_dve(data)
 
     def __init__(self, tensors: Mapping[str, Tensor], *, record: Mapping[str, float | int]) -> None:
         super().__init__(tensors, record=record)
@@ -128,8 +107,47 @@ class DeepVecchiaHead(RegressionHead):
         if not bool((torch.stack([self.signal, self.noise]) > 0).all()):
             raise FitError("expected positive variances in dve.signal and dve.noise; fit it again")
 
-    def experts(self, z: Float[Tensor, "batch dim"]) -> Experts:
-        """Return mean and variance of each layer's process, and its nearest neighbour images."""
+    @classmethod
+    def fit(cls, data: RegressionData) -> DeepVecchiaHead:
+        """Fit reduction and process of each layer, and the factor of all deviations."""
+        generator = torch.Generator().manual_seed(data.seed)
+        device = data.train_values.device
+        kept = torch.randperm(len(data.train), generator=generator)[:MAX_POINTS].to(device)
+        checked = torch.randperm(len(data.selection), generator=generator)[:CHECKED_IMAGES].to(device)
+        t, m = data.train_values[kept], min(NEIGHBOURS, len(kept))
+        reduced = min(MAX_REDUCED, max(data.widths))
+        bases, points, variances = [], [], []
+        for end, width in zip(accumulate(data.widths), data.widths, strict=True):
+            columns = slice(end - width, end)
+            layer = data.train.columns(end - width, width)
+            axes = reduction(layer, data.train_values, reduced)
+            x, x_val = (columns_of(part, axes) for part in (layer.take(kept), data.selection[checked, columns]))
+            process = fit_process(x, t, x_val, data.selection_values[checked], m, generator)
+            basis = axes.new_zeros(data.selection.shape[1], reduced)
+            basis[columns, : axes.shape[1]] = axes * (-process.length).exp()
+            bases.append(basis)
+            points.append(functional.pad(x * (-process.length).exp(), (0, reduced - axes.shape[1])))
+            variances.append(torch.stack(process.variances))
+        signal, noise = torch.stack(variances, dim=1)
+        tensors = {
+            **data.standardisation._asdict(),
+            "basis": torch.stack(bases),
+            "points": torch.stack(points),
+            "values": t,
+            "images": data.train_images[kept],
+            "signal": signal,
+            "noise": noise,
+            "neighbours": torch.tensor(float(m)),
+            "value_center": data.center,
+            "value_scale": data.scale,
+            "deviation_factor": torch.ones(()),
+        }
+        mean, factor, nll = scale_posterior(data, *predict(cls(tensors, record={}).to(device), data))
+        tensors["deviation_factor"] = torch.tensor(math.sqrt(factor))
+        return cls(tensors, record=selection_record(data, mean, factor, nll))
+
+    def product(self, z: Float[Tensor, "batch dim"]) -> Product:
+        """Return the generalised product of the layers' processes, and the nearest neighbour images of each."""
         phi = self.standardise(z)
         means, variances, nearest = [], [], []
         for basis, points, signal, noise in zip(self.basis, self.points, self.signal, self.noise, strict=True):
@@ -139,40 +157,34 @@ class DeepVecchiaHead(RegressionHead):
             means.append(mean)
             variances.append(variance + noise.double())
             nearest.append(Neighbours(found.positions[:, :SHOWN], found.squared[:, :SHOWN]))
-        return Experts(torch.stack(means), torch.stack(variances), nearest)
+        variance, signal, noise = torch.stack(variances), self.signal.double()[:, None], self.noise.double()[:, None]
+        learned = 0.5 * ((signal + noise) / variance).log()
+        weight = learned.clamp(min=0) + LEAST_WEIGHT
+        weight = weight / weight.sum(0)
+        precision = weight / variance
+        whole = 1 / precision.sum(0)
+        of_noise = whole * (precision * noise / variance).sum(0) / precision.sum(0)
+        return Product(whole * (precision * torch.stack(means)).sum(0), whole, of_noise, weight, nearest)
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> RegressionOutput:
-        """Return the mean, and the standard deviations of noise and of what the neighbours leave unknown."""
-        return join([self._output(part) for part in torch.split(z, IMAGES)])
-
-    def _output(self, z: Float[Tensor, "batch dim"]) -> RegressionOutput:
-        experts = self.experts(z)
-        product = combine(experts.mean, experts.variance, self.signal, self.noise)
-        deviation = self.value_scale * self.deviation_factor
-        left = (product.variance - product.noise).clamp(min=0)
-        return RegressionOutput(
-            self.value_center + self.value_scale * product.mean.float(),
-            deviation * product.noise.sqrt().float(),
-            deviation * left.sqrt().float(),
-        )
+        parts, deviation = [], self.value_scale * self.deviation_factor
+        for part in torch.split(z, IMAGES):
+            product = self.product(part)
+            left = (product.variance - product.noise).clamp(min=0)
+            mean = self.value_center + self.value_scale * product.mean.float()
+            parts.append((mean, deviation * product.noise.sqrt().float(), deviation * left.sqrt().float()))
+        return RegressionOutput(*map(torch.cat, zip(*parts, strict=True)))
 
     def explain(self, z: Float[Tensor, "batch dim"]) -> dict[str, Tensor]:
         """Return the nearest neighbour images of each layer, (B, L, k), and the weight of each layer, (B, L)."""
         parts = []
         for part in torch.split(z, IMAGES):
-            experts = self.experts(part)
-            index = torch.stack([found.positions for found in experts.nearest], dim=1)
-            squared = torch.stack([found.squared for found in experts.nearest], dim=1)
-            weight = combine(experts.mean, experts.variance, self.signal, self.noise).weight
+            product = self.product(part)
+            index, squared = (torch.stack(each, dim=1) for each in zip(*product.nearest, strict=True))
             values = self.value_center + self.value_scale * self.values[index]
-            parts.append((self.images[index], values, squared.sqrt(), weight.T.float()))
+            parts.append((self.images[index], values, squared.sqrt(), product.weight.T.float()))
         names = ("neighbour_image", "neighbour_value", "neighbour_distance", "layer_weight")
-        return {name: torch.cat(tensors) for name, tensors in zip(names, zip(*parts, strict=True), strict=True)}
-
-
-def join(parts: list[RegressionOutput]) -> RegressionOutput:
-    """Return the outputs of consecutive batches as one."""
-    return parts[0] if len(parts) == 1 else RegressionOutput(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        return dict(zip(names, map(torch.cat, zip(*parts, strict=True)), strict=True))
 
 
 def nearest_points(
@@ -234,23 +246,6 @@ def condition(
     return mean, (signal - half[..., 0].square().sum(1)).clamp(min=0)
 
 
-def combine(
-    mean: Float[Tensor, "layers batch"],
-    variance: Float[Tensor, "layers batch"],
-    signal: Float[Tensor, " layers"],
-    noise: Float[Tensor, " layers"],
-) -> Combined:
-    """Return the generalised product of experts; ``variance`` includes the noise."""
-    signal, noise = signal.double()[:, None], noise.double()[:, None]
-    learned = 0.5 * ((signal + noise) / variance).log()
-    weight = learned.clamp(min=0) + LEAST_WEIGHT
-    weight = weight / weight.sum(0)
-    precision = weight / variance
-    whole = 1 / precision.sum(0)
-    of_noise = whole * (precision * noise / variance).sum(0) / precision.sum(0)
-    return Combined(whole * (precision * mean).sum(0), whole, of_noise, weight)
-
-
 MAX_REDUCED: Final = 64  # maximum number of axes that a layer is reduced to
 MAX_POINTS: Final = 50_000  # maximum number of training images that a head stores
 NEIGHBOURS: Final = 32  # m
@@ -278,58 +273,10 @@ class GaussianProcess(NamedTuple):
         return self.signal.exp(), self.noise.exp() + LEAST_NOISE
 
 
-def fit_dve(data: RegressionData) -> DeepVecchiaHead:
-    """Fit reduction and process of each layer, and the factor of all deviations."""
-    generator = torch.Generator().manual_seed(data.seed)
-    device = data.train_values.device
-    kept = torch.randperm(len(data.train), generator=generator)[:MAX_POINTS].to(device)
-    checked = torch.randperm(len(data.selection), generator=generator)[:CHECKED_IMAGES].to(device)
-    t, m = data.train_values[kept], min(NEIGHBOURS, len(kept))
-    reduced = min(MAX_REDUCED, max(data.widths))
-    bases, points, variances = [], [], []
-    for end, width in zip(accumulate(data.widths), data.widths, strict=True):
-        columns = slice(end - width, end)
-        layer = data.train.columns(end - width, width)
-        axes = reduction(layer, data.train_values, reduced)
-        x, x_val = (columns_of(part, axes) for part in (layer.take(kept), data.selection[checked, columns]))
-        process = fit_process(x, t, x_val, data.selection_values[checked], m, generator)
-        basis = axes.new_zeros(data.selection.shape[1], reduced)
-        basis[columns, : axes.shape[1]] = axes * (-process.length).exp()
-        bases.append(basis)
-        points.append(functional.pad(x * (-process.length).exp(), (0, reduced - axes.shape[1])))
-        variances.append(torch.stack(process.variances))
-    signal, noise = torch.stack(variances, dim=1)
-    tensors = {
-        **data.standardisation._asdict(),
-        "basis": torch.stack(bases),
-        "points": torch.stack(points),
-        "values": t,
-        "images": data.train_images[kept],
-        "signal": signal,
-        "noise": noise,
-        "neighbours": torch.tensor(float(m)),
-        "value_center": data.center,
-        "value_scale": data.scale,
-        "deviation_factor": torch.ones(()),
-    }
-    mean, factor, nll = scale_posterior(data, *predict(DeepVecchiaHead(tensors, record={}).to(device), data))
-    return DeepVecchiaHead(
-        {**tensors, "deviation_factor": torch.tensor(math.sqrt(factor))},
-        record={
-            "variance_factor": factor,
-            "val_nll": nll + float(data.scale.log()),
-            "val_rmse": float((data.selection_values - mean).square().mean().sqrt() * data.scale),
-        },
-    )
-
-
 def predict(head: DeepVecchiaHead, data: RegressionData) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
     """Return mean and whole variance of the selection images; numbers have deviation 1."""
     center, inverse_scale = data.standardisation
-    parts = []
-    for phi in torch.split(data.selection, IMAGES):
-        experts = head.experts((phi / inverse_scale + center).float())
-        parts.append(combine(experts.mean, experts.variance, head.signal, head.noise))
+    parts = [head.product((phi / inverse_scale + center).float()) for phi in torch.split(data.selection, IMAGES)]
     return torch.cat([part.mean for part in parts]), torch.cat([part.variance for part in parts])
 
 

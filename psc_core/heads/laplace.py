@@ -93,21 +93,28 @@ class LaplaceHead(ClassifierHead):
         "weight_spectrum": ("dim", "classes"),
         "bias_spectrum": ("classes",),
     }
-    weight: Tensor
-    bias: Tensor
-    input_vectors: Tensor
-    output_vectors: Tensor
-    weight_spectrum: Tensor
-    bias_spectrum: Tensor
-    inner: Tensor
-    inner_offset: Tensor
-    outer: Tensor
-    outer_offset: Tensor
-    spread_terms: Tensor
 
     @classmethod
     def fit(cls, data: ClassifierData) -> LaplaceHead:
-        return fit_laplace(data)
+        """Fit weights, their posterior and its temperature; the posterior of the logits divided by T is stored."""
+        softmax = choose_softmax(
+            data.train, data.train_labels, data.selection, data.selection_labels, num_classes=data.num_classes
+        )
+        kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.weights)
+        logits, variance_with = softmax.logits(data.selection), logit_variance(kfac, data.selection)
+        choice = choose_posterior(logits, variance_with, data.selection_labels, prior_precision=softmax.prior_precision)
+        weight_spectrum, bias_spectrum = (part / choice.temperature**2 for part in kfac.spectra(choice.prior_precision))
+        return cls(
+            {
+                **data.standardisation._asdict(),
+                **softmax.divided_by(choice.temperature),
+                "input_vectors": kfac.input_vectors,
+                "output_vectors": kfac.output_vectors,
+                "weight_spectrum": weight_spectrum,
+                "bias_spectrum": bias_spectrum,
+            },
+            record=choice.record(softmax),
+        )
 
     def __init__(self, tensors: Mapping[str, Tensor], *, record: Mapping[str, float | int]) -> None:
         super().__init__(tensors, record=record)
@@ -147,12 +154,10 @@ class LaplaceHead(ClassifierHead):
         return Posterior(mean, probabilities, served, torch.addcmul(total, total, fraction, value=-1.0))
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> ClassifierOutput:
-        """Return probit probabilities, mutual information, and energy of the mean logits; nats."""
         mean, probabilities, _, information = self.posterior(z)
         return ClassifierOutput(probabilities, information, -mean.logsumexp(dim=1))
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
-        """Return the mutual information, and as aleatoric the rest of the entropy."""
         _, _, total, information = self.posterior(z)
         epistemic = torch.minimum(information, total)
         return UncertaintyDecomposition(total - epistemic, epistemic)
@@ -226,39 +231,6 @@ class FeatureLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for chunk, block in blocks(self.dataset):
             yield block.double(), self.weights[chunk]
-
-
-def fit_laplace(data: ClassifierData) -> LaplaceHead:
-    """Fit weights, their posterior and its temperature; the posterior of the logits divided by T is stored."""
-    softmax = choose_softmax(
-        data.train, data.train_labels, data.selection, data.selection_labels, num_classes=data.num_classes
-    )
-    kfac = fit_kfac(softmax.weight, softmax.bias, data.train, data.weights)
-    choice = choose_posterior(
-        softmax.logits(data.selection),
-        logit_variance(kfac, data.selection),
-        data.selection_labels,
-        prior_precision=softmax.prior_precision,
-    )
-    weight_spectrum, bias_spectrum = (part / choice.temperature**2 for part in kfac.spectra(choice.prior_precision))
-    return LaplaceHead(
-        {
-            **data.standardisation._asdict(),
-            "weight": softmax.weight / choice.temperature,
-            "bias": softmax.bias / choice.temperature,
-            "input_vectors": kfac.input_vectors,
-            "output_vectors": kfac.output_vectors,
-            "weight_spectrum": weight_spectrum,
-            "bias_spectrum": bias_spectrum,
-        },
-        record={
-            "map_precision": softmax.prior_precision,
-            "map_val_nll": softmax.selection_nll,
-            "prior_precision": choice.prior_precision,
-            "temperature": choice.temperature,
-            "val_nll": choice.selection_nll,
-        },
-    )
 
 
 def logit_variance(kfac: Kfac, phi: Float[Tensor, "m dim"]) -> Callable[[float], Tensor]:

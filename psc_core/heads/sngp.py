@@ -55,15 +55,33 @@ class SngpHead(ClassifierHead):
         "bias": ("classes",),
         "covariance_root": ("features", "features"),
     }
-    frequencies: Tensor
-    phases: Tensor
-    weight: Tensor
-    bias: Tensor
-    covariance_root: Tensor
 
     @classmethod
     def fit(cls, data: ClassifierData) -> SngpHead:
-        return fit_sngp(data)
+        """Fit length-scale, weights, covariance and its precision."""
+        generator = torch.Generator().manual_seed(data.seed)
+        omega = torch.randn(data.train.shape[1], FEATURES, generator=generator).to(data.train.device)
+        phases = (2 * math.pi * torch.rand(FEATURES, generator=generator)).to(data.train.device)
+        length_scale = choose_length_scale(data, omega, phases)
+        frequencies = omega / length_scale
+        lazy = data.train.map(lambda phi: random_features(phi.float(), frequencies, phases), FEATURES, torch.float32)
+        psi = in_memory(lazy) if 4 * len(lazy) * FEATURES <= IN_MEMORY_BYTES else lazy
+        psi_selection, labels = random_features(data.selection, frequencies, phases), data.selection_labels
+        softmax = choose_softmax(psi, data.train_labels, psi_selection, labels, num_classes=data.num_classes)
+        covariance = linalg.eigh(information_matrix(psi, softmax, data.weights))
+        logits, variance_with = softmax.logits(psi_selection), logit_variance(psi_selection, covariance)
+        choice = choose_posterior(logits, variance_with, labels, prior_precision=softmax.prior_precision)
+        return cls(
+            {
+                **data.standardisation._asdict(),
+                "frequencies": frequencies,
+                "phases": phases,
+                **softmax.divided_by(choice.temperature),
+                "covariance_root": covariance.vectors
+                * ((covariance.values + choice.prior_precision).rsqrt() / choice.temperature),
+            },
+            record={"length_scale": length_scale, **choice.record(softmax)},
+        )
 
     def logits(self, z: Float[Tensor, "batch dim"]) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, " batch"]]:
         """Return mean μ and variance s² of the logits."""
@@ -72,12 +90,10 @@ class SngpHead(ClassifierHead):
         return functional.linear(psi, self.weight, self.bias), variance
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> ClassifierOutput:
-        """Return mean-field probabilities, logit variance and energy of the mean logits."""
         mean, variance = self.logits(z)
         return ClassifierOutput(mean_field(mean, variance).softmax(dim=1), variance, -mean.logsumexp(dim=1))
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
-        """Return the entropy at the mean weights, and what the variance adds to it."""
         mean, variance = self.logits(z)
         total = entropy(mean_field(mean, variance).softmax(dim=1))
         aleatoric = torch.minimum(entropy(mean.softmax(dim=1)), total)
@@ -101,46 +117,6 @@ LENGTH_SCALE_FACTORS: Final = (0.5, 1.0, 2.0)  # length-scales to try, times the
 LENGTH_SCALE_EXAMPLES: Final = 10_000  # maximum number of training examples that the length-scale is chosen on
 IN_MEMORY_BYTES: Final = 1 << 28  # of ψ; a larger one is computed again in each iteration
 MEDIAN_ROWS: Final = 1_000  # maximum number of training examples that the median distance is measured on
-
-
-def fit_sngp(data: ClassifierData) -> SngpHead:
-    """Fit length-scale, weights, covariance and its precision."""
-    generator = torch.Generator().manual_seed(data.seed)
-    omega = torch.randn(data.train.shape[1], FEATURES, generator=generator).to(data.train.device)
-    phases = (2 * math.pi * torch.rand(FEATURES, generator=generator)).to(data.train.device)
-    length_scale = choose_length_scale(data, omega, phases)
-    frequencies = omega / length_scale
-    lazy = data.train.map(lambda phi: random_features(phi.float(), frequencies, phases), FEATURES, torch.float32)
-    psi = in_memory(lazy) if 4 * len(lazy) * FEATURES <= IN_MEMORY_BYTES else lazy
-    psi_selection = random_features(data.selection, frequencies, phases)
-    softmax = choose_softmax(psi, data.train_labels, psi_selection, data.selection_labels, num_classes=data.num_classes)
-
-    covariance = linalg.eigh(information_matrix(psi, softmax, data.weights))
-    choice = choose_posterior(
-        softmax.logits(psi_selection),
-        logit_variance(psi_selection, covariance),
-        data.selection_labels,
-        prior_precision=softmax.prior_precision,
-    )
-    return SngpHead(
-        {
-            **data.standardisation._asdict(),
-            "frequencies": frequencies,
-            "phases": phases,
-            "weight": softmax.weight / choice.temperature,
-            "bias": softmax.bias / choice.temperature,
-            "covariance_root": covariance.vectors
-            * ((covariance.values + choice.prior_precision).rsqrt() / choice.temperature),
-        },
-        record={
-            "length_scale": length_scale,
-            "map_precision": softmax.prior_precision,
-            "map_val_nll": softmax.selection_nll,
-            "prior_precision": choice.prior_precision,
-            "temperature": choice.temperature,
-            "val_nll": choice.selection_nll,
-        },
-    )
 
 
 def choose_length_scale(data: ClassifierData, omega: Tensor, phases: Tensor) -> float:

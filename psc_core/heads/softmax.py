@@ -54,13 +54,12 @@ from psc_core import linalg
 from psc_core.compute import track
 from psc_core.errors import NetworkError
 from psc_core.features import FeatureMatrix, as_matrix, blocks
+from psc_core.fitted import Record
 from psc_core.heads.base import ClassifierHead, ClassifierOutput, Scored, score_classes
 from psc_core.metrics import label_nll
 
 CURVATURE_EXAMPLES: Final = 8192  # that the curvature is measured on, unless the columns ask for more
-
 CURVATURE_EXAMPLES_PER_COLUMN: Final = 4
-
 EXACT_WEIGHTS: Final = 2048  # maximum number of weights and biases for the exact curvature (32 MiB)
 EXACT_REPEATS: Final = 4  # all examples / those measured, from which the exact curvature saves time
 
@@ -166,6 +165,16 @@ class Choice(NamedTuple):
     temperature: float  # T that the logits are divided by
     selection_nll: float  # mean selection NLL with both, nats
 
+    def record(self, softmax: SoftmaxFit) -> Record:
+        """Return the entries of a head's record that say how weights and posterior were chosen."""
+        return {
+            "map_precision": softmax.prior_precision,
+            "map_val_nll": softmax.selection_nll,
+            "prior_precision": self.prior_precision,
+            "temperature": self.temperature,
+            "val_nll": self.selection_nll,
+        }
+
 
 def nll(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Return the negative log-likelihood of each label under ``softmax(logits)``, nats."""
@@ -241,6 +250,10 @@ class SoftmaxFit(NamedTuple):
         """``[W b]``."""
         return torch.cat([self.weight, self.bias[:, None]], dim=1)
 
+    def divided_by(self, temperature: float) -> dict[str, Tensor]:
+        """Return the tensors of a head whose logits are divided by a temperature."""
+        return {"weight": self.weight / temperature, "bias": self.bias / temperature}
+
 
 def choose_softmax(
     train: Float[Tensor, "n dim"] | FeatureMatrix,
@@ -260,8 +273,8 @@ def choose_softmax(
         weight, bias = fit_softmax(
             train, train_labels, prior_precision=prior_precision, start=start, tolerance=tolerance
         )
-        logits = functional.linear(selection, weight.to(selection.dtype), bias.to(selection.dtype))
-        return SoftmaxFit(weight, bias, prior_precision, nll(logits, selection_labels).mean().item())
+        found = SoftmaxFit(weight, bias, prior_precision, math.nan)
+        return found._replace(selection_nll=nll(found.logits(selection), selection_labels).mean().item())
 
     def walk() -> Iterator[SoftmaxFit]:
         """Yield the best fit so far after each fit."""
@@ -340,7 +353,6 @@ class TemperatureHead(ClassifierHead):
     reads_output = True
     has_temperature = True
     layout: ClassVar = {"temperature": ()}
-    temperature: Tensor
 
     def forward(self, z: Float[Tensor, "batch classes"]) -> ClassifierOutput:
         logits = z / self.temperature

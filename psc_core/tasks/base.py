@@ -7,6 +7,7 @@ for each score of the task, then K probabilities (0 for a task without them), th
 
 from __future__ import annotations
 
+import reprlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +30,7 @@ from psc_core.compute import Compute, passes
 from psc_core.conformal import check_rates, decision_p_value, ood_score_threshold
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import check_same
-from psc_core.errors import DataError, UsageError, join_names, needs
-from psc_core.fitted import restore
+from psc_core.errors import BundleError, DataError, UsageError, join_names, needs
 from psc_core.heads.base import Features, Head, Scored
 from psc_core.settings import DEFAULTS, OWNERS, FitSettings
 from psc_core.text import align, compose
@@ -43,20 +43,12 @@ if TYPE_CHECKING:
 
 
 FloatArray = npt.NDArray[np.float32]
-
 Matrix = TypeVar("Matrix", Tensor, FloatArray)
 
 
 @dataclass(frozen=True)
 class Outputs(Generic[Matrix]):
-    """A packed matrix, read by name.
-
-    Example:
-        >>> scores = {"log_density": torch.tensor([-9.0])}
-        >>> outputs = Outputs(pack(["log_density"], scores, torch.tensor([[0.3, 0.7]])), ["log_density"], ())
-        >>> outputs["log_density"], outputs.probabilities
-        (tensor([-9.]), tensor([[0.3000, 0.7000]]))
-    """
+    """A packed matrix, read by name; what it returns are views."""
 
     packed: Matrix  # float32 (n, S + K + G)
     scores: Sequence[str]  # names of its scores
@@ -66,17 +58,14 @@ class Outputs(Generic[Matrix]):
         return len(self.packed)
 
     def __getitem__(self, score: str) -> Matrix:
-        """Return a view of the column of one score, (n,)."""
         return self.packed[:, self.scores.index(score)]
 
     @property
     def probabilities(self) -> Matrix:
-        """A view of the class probabilities, (n, K)."""
         return self.packed[:, len(self.scores) : self.packed.shape[1] - len(self.checks)]
 
     @property
     def check_p_values(self) -> Matrix:
-        """A view of the p-values of the checks, (n, G)."""
         return self.packed[:, self.packed.shape[1] - len(self.checks) :]
 
 
@@ -86,7 +75,7 @@ def pack(
     probabilities: Float[Tensor, "batch classes"],
     check_p_values: Sequence[Float[Tensor, "batch checks"]] = (),
 ) -> Float[Tensor, "batch columns"]:
-    """Return the packed matrix; ``scores`` has an entry for each of ``names``, ``check_p_values`` at most one."""
+    """Return the packed matrix; ``check_p_values`` has at most one entry."""
     return torch.cat([*(scores[name][:, None] for name in names), probabilities, *check_p_values], dim=1)
 
 
@@ -119,10 +108,9 @@ class BaseDecisions:
         return np.zeros(len(self), np.int64)
 
     def columns(self, outputs: Outputs[FloatArray], classes: Sequence[str], **options: int | None) -> dict[str, Any]:
-        """Return each field of the n answers by name: an array whose first axis is the images, or a value for each.
+        """Return each field of the n answers by name, as in the JSON: an array, images first, or a value for each.
 
-        The fields are in the order of the service's JSON.  A task adds its own to these, which all have; ``checks`` is
-        left out for a model without checks.
+        A task adds its own to these, which all have; ``checks`` is left out for a model without checks.
         """
         columns: dict[str, Any] = dict(zip(outputs.scores, outputs.packed.T, strict=False))
         if outputs.checks:
@@ -150,10 +138,7 @@ class BaseCalibration(ABC):
         return len(self.ood_scores)
 
     def ood_score_threshold(self, alpha: float) -> float:
-        """Return the OOD score (nats) above which an image's p-value is at most α.
-
-        ``p ≤ α ⇔ OOD score > threshold``, exactly, even where the rounding of p matters.
-        """
+        """Return the OOD score (nats) above which p ≤ α, exactly, even where the rounding of p matters."""
         return ood_score_threshold(self.ood_scores, alpha)
 
     def entropy_quantiles(self) -> list[float] | None:
@@ -183,19 +168,28 @@ class BaseCalibration(ABC):
     def quantile(self, coverage: float) -> float:
         """Return the conformal quantile that bounds prediction sets or intervals of this nominal coverage."""
 
-    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return the scores by name, for a safetensors file."""
+        """Return the fields by name, for a safetensors file."""
+        return {each.name: torch.as_tensor(getattr(self, each.name)) for each in fields(self)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> BaseCalibration:
+        """Return the calibration whose :meth:`tensors` these are; raises :class:`BundleError` for others."""
+        names = sorted(each.name for each in fields(cls))
+        if sorted(tensors) != names:
+            raise BundleError(f"expected calibration tensors {names}, got {reprlib.repr(sorted(tensors))}")
+        cls.check_tensors(tensors)
+        values: dict[str, Any] = {name: tensor if tensor.ndim else tensor.item() for name, tensor in tensors.items()}
+        return cls(**values)
 
     @classmethod
     @abstractmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> BaseCalibration:
-        """Return the calibration whose :meth:`tensors` these are."""
+    def check_tensors(cls, tensors: Mapping[str, Tensor]) -> None:
+        """Raise :class:`BundleError` for tensors of the fields that no calibration has."""
 
 
 SHOWN: Final = 10  # maximum number of images that the text of predictions shows
 Positions = int | np.integer[Any] | slice | Sequence[int] | npt.NDArray[Any] | Tensor  # an image, or some
-
 AnyPrediction = TypeVar("AnyPrediction", bound="BasePrediction")
 
 
@@ -229,7 +223,6 @@ class BasePrediction:
         return len(self.outputs)
 
     def __getitem__(self: AnyPrediction, images: Positions) -> AnyPrediction:
-        """Return the predictions for some of the images."""
         # Positions by numpy's rules, once for all parts: torch takes bytes for a mask, and no negative step.
         index = images.cpu().numpy() if isinstance(images, Tensor) else images
         if not isinstance(index, slice) and not np.size(index):
@@ -273,7 +266,10 @@ class BasePrediction:
 
     def columns(self) -> dict[str, list[Any]]:
         """Return the fields of the task's answer by name, each with a value of JSON types for every image."""
-        return {name: _listed(column) for name, column in self._columns().items()}
+        return {
+            name: column.tolist() if isinstance(column, np.ndarray) else [*map(_plain, column)]
+            for name, column in self._columns().items()
+        }
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Return a dictionary for each image, of JSON types: the answer of ``POST /predict`` for it."""
@@ -303,13 +299,11 @@ class BasePrediction:
         return {name: columns[name] for name in self.answer.model_fields if name in columns}
 
     def __repr__(self) -> str:
-        """Return a line for all images and a table of the first ones."""
         table = self._table()
         lines = align(table, left=()) if table else []
         return "\n".join([self._title(), *lines, *self._rest()])
 
-    def _repr_html_(self) -> str:
-        """Return the same for a notebook."""
+    def _repr_html_(self) -> str:  # The same for a notebook.
         head, *rows = self._table() or [[]]
         cells = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
         cells += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
@@ -330,13 +324,6 @@ class BasePrediction:
         return [f"… {len(self) - SHOWN} more"] if len(self) > SHOWN else []
 
 
-def _listed(column: Any) -> list[Any]:
-    if isinstance(column, np.ndarray):
-        listed: list[Any] = column.tolist()
-        return listed
-    return [_plain(cell) for cell in column]
-
-
 def _plain(cell: Any) -> Any:
     if isinstance(cell, dict):
         return {name: float(number) for name, number in cell.items()}
@@ -348,8 +335,6 @@ Datatype = Literal["FP32", "INT64", "UINT8", "BOOL", "BYTES"]  # of a tensor of 
 CHECKS_OUTPUT: Final = "checks"  # the tensor of the checks' p-values, in the order of a model's checks
 UNUSUAL_COMPONENTS: Final = 5  # how many components an explanation names
 FIRST_EVALUATION_IMAGES: Final = 1000  # of each set, that :meth:`Task.first_evaluation` is given at most
-
-WRONG_NETWORK: Final = "its weights or the preprocessing are wrong"
 
 
 class Calibrated(NamedTuple):
@@ -365,6 +350,11 @@ class FirstEvaluation(NamedTuple):
 
     text: str
     warning: str = ""
+
+
+GUESSES: Final = (
+    "THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, its weights or the preprocessing are wrong"
+)
 
 
 class Task(BaseModel, ABC):
@@ -390,6 +380,7 @@ class Task(BaseModel, ABC):
     abstentions: ClassVar[Mapping[str, int]]  # the code of the decision for each reason to abstain
     limits: ClassVar[Mapping[str, str]] = {"alpha": "ood_p_value"}  # the score for each threshold of the policy
     tensors: ClassVar[Mapping[str, Datatype]]  # of the v2 protocol, by name, in order
+    explained: ClassVar[tuple[str, str]]  # fields of an explanation: the nearest class or bin, the distances to all
     has_numbers: ClassVar[bool] = False  # whether an image has a number besides its class or bin
     layer_quality: ClassVar[type[LayerQuality]] = NearestMean  # measured besides NC1
     own_settings: ClassVar[tuple[str, ...]] = ()  # settings that not every task reads, but this one
@@ -485,8 +476,7 @@ class Task(BaseModel, ABC):
     def confidence_check(cls, *, ambiguous: bool) -> tuple[bool, str]:
         """Return whether a check reads the energy, and why, a sentence; ``ambiguous`` where images have many labels."""
         if ambiguous:
-            reason = "some images have several labels, so confidence is no check and no images are mixed"
-            return False, reason
+            return False, "some images have several labels, so confidence is no check and no images are mixed"
         return True, "no image has several labels, so confidence is a check"
 
     @classmethod
@@ -512,10 +502,6 @@ class Task(BaseModel, ABC):
     def agreements(self, manifest: Any) -> Sequence[Agreement]:
         """Return the agreements between fields of a manifest that this task alone requires."""
         return ()
-
-    def restore_head(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
-        """Return the head with this ``config()`` and ``state_dict()``; raises :class:`BundleError`."""
-        return restore({**self.heads, **self.output_heads}, config, state)
 
     def number(self) -> Target | None:
         """Return the number that a model predicts; None where it predicts something else."""
@@ -550,7 +536,6 @@ class Task(BaseModel, ABC):
     def prediction(
         self, outputs: Outputs[Tensor], decisions: BaseDecisions, classes: tuple[str, ...]
     ) -> BasePrediction:
-        """Return the predictions as ``predict`` returns them in Python."""
         return self.prediction_type(outputs, decisions, classes, **dict(self))  # Its own fields too: a target.
 
     def numbers(self, outputs: Outputs[FloatArray]) -> dict[str, FloatArray]:
@@ -567,17 +552,31 @@ class Task(BaseModel, ABC):
         return {name: field.annotation for name, field in found.items() if name not in ASKED_FOR}
 
     def difference(self, outputs: Outputs[Tensor], other: Outputs[Tensor]) -> tuple[str, Tensor]:
-        """Return the name of the predicted quantity, and the difference in it of two outputs for the same images.
-
-        Rounding alone gives differences of about 10⁻⁴ or less.
-        """
+        """Return the name of the predicted quantity, and the difference in it of two outputs for the same images."""
         return "probabilities", outputs.probabilities - other.probabilities
 
-    @abstractmethod
     def explanations(
         self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
     ) -> list[dict[str, Any]]:
         """Return an explanation for each image, from ``Pipeline.explain``; the head tells ``layers`` apart."""
+        nearest, distances = self.explained
+        deviations = explanation["component_deviation"]
+        most = np.argsort(-np.abs(deviations), axis=1, kind="stable")[:, :UNUSUAL_COMPONENTS].tolist()
+        return [
+            {
+                nearest: classes[index],
+                distances: np.ascontiguousarray(explanation["class_distances"][image]),
+                "unusual_components": [{"component": k, "deviation": float(deviations[image, k])} for k in most[image]],
+                **self.explain_head(explanation, image, layers),
+            }
+            for image, index in enumerate(explanation["nearest_class"].tolist())
+        ]
+
+    @abstractmethod
+    def explain_head(
+        self, explanation: Mapping[str, npt.NDArray[Any]], image: int, layers: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return what the head adds to the explanation of one image."""
 
     def tensor_shape(self, name: str, classes: Sequence[str], checks: Sequence[str]) -> list[int]:
         """Return the shape of one of the :attr:`tensors` without its first axis, the images."""
@@ -599,12 +598,6 @@ class Task(BaseModel, ABC):
     def metric_labels(self, classes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the labels by which metrics count images."""
         return classes
-
-
-def unusual_components(deviation: FloatArray) -> list[dict[str, Any]]:
-    """Return the components along which one image deviates most, for an explanation."""
-    unusual = np.argsort(-np.abs(deviation), kind="stable")[:UNUSUAL_COMPONENTS].tolist()
-    return [{"component": component, "deviation": float(deviation[component])} for component in unusual]
 
 
 def run_network(

@@ -40,7 +40,6 @@ from psc_core.conformal import (
     check_ascending,
     check_finite,
     check_fraction,
-    check_names,
     check_range,
     check_rates,
     conformal_rank,
@@ -60,7 +59,7 @@ from psc_core.settings import DEFAULTS, FitSettings
 from psc_core.tasks.base import (
     CHECKS_OUTPUT,
     FIRST_EVALUATION_IMAGES,
-    WRONG_NETWORK,
+    GUESSES,
     Agreement,
     BaseCalibration,
     BaseDecisions,
@@ -72,7 +71,6 @@ from psc_core.tasks.base import (
     Outputs,
     Task,
     run_network,
-    unusual_components,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +100,6 @@ class Decisions(BaseDecisions):
     def columns(
         self, outputs: Outputs[FloatArray], classes: Sequence[str], *, top_k: int | None = None, **options: int | None
     ) -> dict[str, Any]:
-        """Return the fields of the answers, with the ``top_k`` most probable classes if that is given."""
         probabilities = np.ascontiguousarray(outputs.probabilities)
         return {
             "label": self.labels(classes),
@@ -127,8 +124,6 @@ def _most_probable(probabilities: FloatArray, classes: Sequence[str], count: int
 
 @dataclass(frozen=True)
 class Calibration(BaseCalibration):
-    """Scores of n calibration images, float32, each sorted separately, by which a policy becomes decisions."""
-
     entropies: Float[Tensor, " n"]  # predictive entropies, ascending, nats
     error_bounds: Float[Tensor, " n"]  # of images with at most this entropy, at most this fraction is wrong
     label_probabilities: Float[Tensor, " n"]  # of the true label, ascending
@@ -136,7 +131,6 @@ class Calibration(BaseCalibration):
     num_classes: int  # K
 
     def decide(self, outputs: Outputs[FloatArray], policy: ClassificationPolicy) -> Decisions:
-        """Return the decisions on n images; the most probable class is always in the prediction set."""
         probabilities = outputs.probabilities
         images, class_index = np.arange(len(outputs)), probabilities.argmax(axis=1)
         prediction_set = probabilities >= self.quantile(policy.coverage)
@@ -164,42 +158,21 @@ class Calibration(BaseCalibration):
         return [float(value) for value in torch.quantile(self.entropies.cpu(), torch.linspace(0.0, 1.0, 101))]
 
     def changed(self, policy: BasePolicy, changes: Mapping[str, float]) -> BasePolicy:
-        """Return the policy with other values, and the risk that its ambiguity threshold was shown to keep."""
         changed = super().changed(policy, changes)
         if "ambiguity_threshold" not in changes:
             return changed
-        return changed.model_copy(update={"risk": self.risk_below(changes["ambiguity_threshold"])})
-
-    def risk_below(self, threshold: float) -> float | None:
-        """Return which error rate the images of at most this entropy keep, with 95 % confidence; None: none is shown.
-
-        It holds for a threshold that was not chosen by the errors of these images.
-        """
-        accepted = int((self.entropies <= threshold).sum())
+        # The threshold was not chosen by the errors of the calibration images, so their bound holds for it.
+        accepted = int((self.entropies <= changes["ambiguity_threshold"]).sum())
         bound = float(self.error_bounds[accepted - 1]) if accepted else 1.0
-        return bound if bound < 1 else None
+        return changed.model_copy(update={"risk": bound if bound < 1 else None})
 
     def quantile(self, coverage: float) -> float:
         """Return the smallest probability with which a class is in a prediction set."""
         check_rates(len(self), coverage=coverage)
         return self.label_probabilities[len(self) - conformal_rank(coverage, len(self))].item()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the scores by name, for a safetensors file."""
-        return {
-            "ood_scores": self.ood_scores,
-            "entropies": self.entropies,
-            "error_bounds": self.error_bounds,
-            "label_probabilities": self.label_probabilities,
-            "labels": self.labels,
-            "num_classes": torch.tensor(self.num_classes),
-        }
-
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
-        check_names(
-            tensors, {"ood_scores", "entropies", "error_bounds", "label_probabilities", "labels", "num_classes"}
-        )
+    def check_tensors(cls, tensors: Mapping[str, Tensor]) -> None:
         scores = [tensors[name] for name in ("ood_scores", "entropies", "label_probabilities")]
         labels, classes = tensors["labels"], tensors["num_classes"]
         check_ascending(scores)
@@ -225,7 +198,6 @@ class Calibration(BaseCalibration):
         names = ("ood_scores", "entropies", "label_probabilities", "error_bounds")
         for name, part, (low, high) in zip(names, (*scores, bounds), limits, strict=True):
             check_range(name, part, low, high, rounding=FLOAT32_ROUNDING)
-        return cls(scores[0], scores[1], bounds, scores[2], labels, int(classes))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -419,6 +391,7 @@ class Classification(Task):
         "label": "BYTES",
         "class_index": "INT64",
     }
+    explained = ("nearest_class", "class_distances")
     own_settings = ("risk", "head_input")
     compares_network_output = True
 
@@ -446,15 +419,14 @@ class Classification(Task):
         cls, train: Features, selection: Features, settings: FitSettings, device: torch.device
     ) -> ClassifierHead:
         """Return the head, the network's own logits with a temperature, or the better of both."""
-        tempered = logits = None
-        if selection.network_output is not None:
-            logits = selection.network_output[:]
-            tempered = fit_temperature_head(logits, selection.labels).to(device)
-            if settings.predictions == "original":
-                return tempered
-        head = fit_head(train, selection, cls.heads[settings.head_of(cls.heads)], settings.seed, device)
-        if tempered is None or logits is None:
-            return head
+        kind = cls.heads[settings.head_of(cls.heads)]
+        if selection.network_output is None:
+            return fit_head(train, selection, kind, settings.seed, device)
+        logits = selection.network_output[:]
+        tempered = fit_temperature_head(logits, selection.labels).to(device)
+        if settings.predictions == "original":
+            return tempered
+        head = fit_head(train, selection, kind, settings.seed, device)
         z, logits, labels = (part.to(device) for part in (selection.head_input[:], logits, selection.labels))
         return better_of(head, tempered, z, logits, labels)
 
@@ -497,12 +469,11 @@ class Classification(Task):
             f"{FIRST_EVALUATION_IMAGES:,} of each)"
         )
         if not metrics.better_than_guessing(predicted, val.first_labels()):
-            return FirstEvaluation(
-                text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}"
-            )
+            return FirstEvaluation(text, GUESSES)
         if of_val < of_train - ACCURACY_GAP:
-            warning = "validation images are much harder for it; are they prepared as the training images?"
-            return FirstEvaluation(text, warning)
+            return FirstEvaluation(
+                text, "validation images are much harder for it; are they prepared as the training images?"
+            )
         return FirstEvaluation(f"{text}; if it should be higher, check the preprocessing")
 
     def agreements(self, manifest: Any) -> Sequence[Agreement]:
@@ -533,27 +504,11 @@ class Classification(Task):
 
         return ClassificationTaskReport()
 
-    def explanations(
-        self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
-    ) -> list[dict[str, Any]]:
-        """Return one ``ClassificationExplanation`` for each image.
-
-        ``aleatoric`` and ``epistemic`` are None if the head does not split its uncertainty.
-        """
-        documents = []
-        for image, nearest in enumerate(explanation["nearest_class"].tolist()):
-            split = {name: explanation[name][image] for name in ("aleatoric", "epistemic") if name in explanation}
-            documents.append(
-                {
-                    "nearest_class": classes[nearest],
-                    "class_distances": np.ascontiguousarray(explanation["class_distances"][image]),
-                    "unusual_components": unusual_components(explanation["component_deviation"][image]),
-                    "aleatoric": None,
-                    "epistemic": None,
-                    **{name: float(value) for name, value in split.items()},
-                }
-            )
-        return documents
+    def explain_head(
+        self, explanation: Mapping[str, npt.NDArray[Any]], image: int, layers: Sequence[str]
+    ) -> dict[str, Any]:
+        parts = ("aleatoric", "epistemic")  # None if the head does not split its uncertainty
+        return {name: float(explanation[name][image]) if name in explanation else None for name in parts}
 
 
 def fit_head(

@@ -43,7 +43,6 @@ from psc_core.conformal import (
     MAX_SCORE,
     check_ascending,
     check_finite,
-    check_names,
     check_range,
     check_rates,
     conformal_rank,
@@ -60,7 +59,7 @@ from psc_core.settings import FitSettings
 from psc_core.tasks.base import (
     CHECKS_OUTPUT,
     FIRST_EVALUATION_IMAGES,
-    WRONG_NETWORK,
+    GUESSES,
     BaseCalibration,
     BaseDecisions,
     BasePrediction,
@@ -71,7 +70,6 @@ from psc_core.tasks.base import (
     Outputs,
     Task,
     run_network,
-    unusual_components,
 )
 from psc_core.text import parse_number
 
@@ -80,7 +78,6 @@ if TYPE_CHECKING:
     from psc_core.report.content import TaskReport
 
 FINITE: Final = (np.finfo(np.float32).min, np.finfo(np.float32).max)
-
 ACCEPT, ABSTAIN_UNCERTAIN, ABSTAIN_OOD = range(len(REGRESSION_DECISIONS))
 
 
@@ -100,21 +97,17 @@ class Decisions(BaseDecisions):
 
 @dataclass(frozen=True)
 class Calibration(BaseCalibration):
-    """Scores of n calibration images, float32, each sorted separately, by which a policy becomes decisions."""
-
     residuals: Float[Tensor, " n"]  # |y − μ| / σ, ascending
 
     def decide(self, outputs: Outputs[FloatArray], policy: RegressionPolicy) -> Decisions:
-        """Return the decisions on n images; an interval is as wide as its float32 ends are apart."""
         quantile = self.quantile(policy.coverage)
+        is_ood = self.is_ood(outputs, policy)
+        decision = np.full(len(outputs), ACCEPT, np.int8)
         with np.errstate(over="ignore"):  # Ends beyond every float32 are the last one: JSON has no infinity.
             mean, half = outputs["mean"], quantile * np.hypot(outputs["aleatoric"], outputs["epistemic"])
             lower, upper = (np.clip(end, *FINITE).astype(np.float32) for end in (mean - half, mean + half))
-        is_ood = self.is_ood(outputs, policy)
-        decision = np.full(len(outputs), ACCEPT, np.int8)
-        if policy.max_width is not None:
-            with np.errstate(over="ignore"):  # A limit may be beyond every float32.
-                decision[~(upper - lower <= policy.max_width)] = ABSTAIN_UNCERTAIN  # Also where the width is NaN.
+            if policy.max_width is not None:  # It may be beyond every float32, and the width may be NaN.
+                decision[~(upper - lower <= policy.max_width)] = ABSTAIN_UNCERTAIN
         decision[is_ood] = ABSTAIN_OOD
         return Decisions(is_ood=is_ood, decision=decision, lower=lower, upper=upper)
 
@@ -123,17 +116,11 @@ class Calibration(BaseCalibration):
         check_rates(len(self), coverage=coverage)
         return float(self.residuals[conformal_rank(coverage, len(self)) - 1])
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"ood_scores": self.ood_scores, "residuals": self.residuals}
-
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Calibration:
-        check_names(tensors, {"ood_scores", "residuals"})
-        scores = [tensors["ood_scores"], tensors["residuals"]]
-        check_ascending(scores)
+    def check_tensors(cls, tensors: Mapping[str, Tensor]) -> None:
+        check_ascending([tensors["ood_scores"], tensors["residuals"]])
         for name, low in (("ood_scores", -MAX_SCORE), ("residuals", 0.0)):
             check_range(name, tensors[name], low, MAX_SCORE)
-        return cls(*scores)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -222,12 +209,6 @@ def _bin_name(low: str, high: str) -> str:
     return f"{low} to {high}" if low and high else f"below {high}" if high else f"{low} and above"
 
 
-def label_with_bins(train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-    """Return both, labelled with bins of the training images' numbers."""
-    edges = quantile_edges(known_values(train.values))
-    return label_in_bins(train, edges), label_in_bins(val, edges)
-
-
 def fit_calibration(
     ood_score: Float[Tensor, " n"],  # nats, higher is more out-of-distribution
     mean: Float[Tensor, " n"],  # μ, in the target's unit
@@ -261,6 +242,7 @@ class Regression(Task):
         **dict.fromkeys((*REGRESSION_SCORES, "lower", "upper", CHECKS_OUTPUT), "FP32"),
         "is_ood": "BOOL",
     }
+    explained = ("nearest_bin", "bin_distances")
     has_numbers = True
     layer_quality = LinearFit
     own_settings = ("max_width",)
@@ -274,7 +256,8 @@ class Regression(Task):
 
     @classmethod
     def labelled(cls, train: ImageDataset, val: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-        return label_with_bins(train, val)
+        edges = quantile_edges(known_values(train.values))
+        return label_in_bins(train, edges), label_in_bins(val, edges)
 
     @classmethod
     def check_half(cls, images: ImageDataset) -> None:
@@ -303,7 +286,34 @@ class Regression(Task):
     def fit_head(
         cls, train: Features, selection: Features, settings: FitSettings, device: torch.device
     ) -> RegressionHead:
-        return fit_head(train, selection, cls.heads[settings.head_of(cls.heads)], settings.seed, device)
+        """Return the head; the network's own predictions, where the selection split has them, replace its mean."""
+        z, selection_z = train.head_input.to(device), selection.head_input[:].to(device)
+        for features in (z, selection_z):
+            labels = torch.zeros(len(features), dtype=torch.int64, device=device)
+            check_features(features, labels, num_classes=1, class_names=None, minimum=2)
+        values = known_values(train.values).double().to(device)
+        center, scale = values.mean(), values.std(correction=0)
+        if not float(scale) > 0:
+            raise FitError("expected numbers that differ between images, all are equal; nothing to fit")
+
+        def standard(numbers: Tensor) -> Tensor:
+            return (numbers.double().to(device) - center) / scale
+
+        standardisation, own = fit_standardisation(z, train.widths), selection.network_output
+        data = RegressionData(
+            train=standardisation(z),
+            train_values=standard(values),
+            train_images=train.images.to(device),
+            selection=standardisation(selection_z)[:],
+            selection_values=standard(known_values(selection.values)),
+            selection_mean=None if own is None else standard(own[:][:, 0]),
+            center=center,
+            scale=scale,
+            widths=train.widths,
+            seed=settings.seed,
+            standardisation=standardisation,
+        )
+        return cls.heads[settings.head_of(cls.heads)].fit(data).to(device)
 
     @classmethod
     def calibrate(
@@ -339,21 +349,18 @@ class Regression(Task):
         cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute
     ) -> FirstEvaluation:
         (of_train, _), (of_val, predicted) = (network_rmse(net, data, compute) for data in (train, val))
-        spread, unit = (
-            float(known_values(train.values).std(correction=0)),
-            f" {cls.of_images(train).target.unit}".rstrip(),
-        )
+        spread = float(known_values(train.values).std(correction=0))
+        unit = f" {cls.of_images(train).target.unit}".rstrip()
         text = (
             f"the original network: RMSE {of_train:.4g} on training and {of_val:.4g}{unit} on validation images (at "
             f"most {FIRST_EVALUATION_IMAGES:,} of each), the deviation of the numbers is {spread:.4g}"
         )
         if not metrics.rises_with(predicted, known_values(val.values)):
-            return FirstEvaluation(
-                text, f"THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, {WRONG_NETWORK}"
-            )
+            return FirstEvaluation(text, GUESSES)
         if of_val > spread:
-            warning = "always predicting the mean would be better; is the network's output in the table's unit?"
-            return FirstEvaluation(text, warning)
+            return FirstEvaluation(
+                text, "always predicting the mean would be better; is the network's output in the table's unit?"
+            )
         return FirstEvaluation(f"{text}; if it should be lower, check the preprocessing")
 
     def check_images(self, classes: Sequence[str], data: ImageDataset) -> None:
@@ -405,61 +412,30 @@ class Regression(Task):
 
         return RegressionTaskReport()
 
-    def explanations(
-        self, explanation: Mapping[str, npt.NDArray[Any]], classes: Sequence[str], layers: Sequence[str]
-    ) -> list[dict[str, Any]]:
-        return [
-            {
-                "nearest_bin": classes[nearest],
-                "bin_distances": np.ascontiguousarray(explanation["class_distances"][image]),
-                "unusual_components": unusual_components(explanation["component_deviation"][image]),
-                **(
-                    {"nearest_examples": _nearest_examples(explanation, image, layers)}
-                    if "neighbour_image" in explanation
-                    else {}
-                ),
-            }
-            for image, nearest in enumerate(explanation["nearest_class"].tolist())
-        ]
+    def explain_head(
+        self, explanation: Mapping[str, npt.NDArray[Any]], image: int, layers: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return one ``LayerNeighbours`` for each layer that the head reads, if it reads layers."""
+        if "neighbour_image" not in explanation:
+            return {}
+        names = ("layer_weight", "neighbour_image", "neighbour_value", "neighbour_distance")
+        of_layers = zip(layers, *(explanation[name][image] for name in names), strict=True)
+        return {
+            "nearest_examples": [
+                {
+                    "layer": layer,
+                    "weight": float(weight),
+                    "examples": [
+                        {"image": int(position), "value": float(value), "distance": float(distance)}
+                        for position, value, distance in zip(*examples, strict=True)
+                    ],
+                }
+                for layer, weight, *examples in of_layers
+            ]
+        }
 
     def metric_labels(self, classes: tuple[str, ...]) -> tuple[str, ...]:
         return (self.target.name,)
-
-
-def fit_head(
-    train: Features, selection: Features, head: type[RegressionHead], seed: int, device: torch.device
-) -> RegressionHead:
-    """Fit a head to the features and numbers of training images.
-
-    The network's own predictions, where the selection split has them, are served in place of the head's.
-    """
-    z, selection_z = train.head_input.to(device), selection.head_input[:].to(device)
-    for features in (z, selection_z):
-        labels = torch.zeros(len(features), dtype=torch.int64, device=device)
-        check_features(features, labels, num_classes=1, class_names=None, minimum=2)
-    values = known_values(train.values).double().to(device)
-    center, scale = values.mean(), values.std(correction=0)
-    if not float(scale) > 0:
-        raise FitError("expected numbers that differ between images, all are equal; nothing to fit")
-
-    def standard(numbers: Tensor) -> Tensor:
-        return (numbers.double().to(device) - center) / scale
-
-    standardisation, own = fit_standardisation(z, train.widths), selection.network_output
-    data = RegressionData(
-        train=standardisation(z),
-        train_values=standard(values),
-        train_images=train.images.to(device),
-        selection=standardisation(selection_z)[:],
-        selection_values=standard(known_values(selection.values)),
-        selection_mean=None if own is None else standard(own[:][:, 0]),
-        center=center,
-        scale=scale,
-        widths=train.widths,
-        seed=seed,
-        standardisation=standardisation,
-    )
-    return head.fit(data).to(device)
 
 
 def calibration_metrics(
@@ -489,22 +465,3 @@ def network_rmse(net: nn.Module, data: ImageDataset, compute: Compute) -> tuple[
     """Return the RMSE of the original network on images with numbers, and what it predicts."""
     predicted = run_network(net, data, compute)[:, 0]
     return metrics.rmse(predicted, known_values(data.values)), predicted
-
-
-def _nearest_examples(
-    explanation: Mapping[str, npt.NDArray[Any]], image: int, layers: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Return one ``LayerNeighbours`` for each layer that the head reads."""
-    names = ("neighbour_image", "neighbour_value", "neighbour_distance")
-    found = zip(layers, explanation["layer_weight"][image], *(explanation[name][image] for name in names), strict=True)
-    return [
-        {
-            "layer": layer,
-            "weight": float(weight),
-            "examples": [
-                {"image": int(position), "value": float(value), "distance": float(distance)}
-                for position, value, distance in zip(positions, values, distances, strict=True)
-            ],
-        }
-        for layer, weight, positions, values, distances in found
-    ]

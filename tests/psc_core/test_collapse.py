@@ -38,7 +38,7 @@ from psc_core.linalg import r_squared
 from psc_core.network.layers import list_layers
 from psc_core.settings import FitSettings
 from psc_core.tasks import task_of_images
-from psc_core.tasks.regression import label_with_bins
+from psc_core.tasks.regression import Regression
 from tests.reference import collapse as reference
 
 Images = tuple[ImageDataset, ImageDataset]
@@ -254,7 +254,7 @@ def turned(data_root: Path) -> Images:
         open_dataset(f"rotated-mnist:{data_root}", split=split, preprocess=PRESETS["mnist"])
         for split in ("train", "val")
     )
-    return label_with_bins(train.subset(torch.arange(300)), val)
+    return Regression.labelled(train.subset(torch.arange(300)), val)
 
 
 def network() -> nn.Sequential:

@@ -74,8 +74,8 @@ def test_pictures_stay_on_the_host() -> None:
 
 def test_restores_what_was_kept() -> None:
     kept = StoredImages(tensors())
-    again = StoredImages.restore(kept.config(), kept.tensors(), **MODEL)
-    assert len(again) == 4 and again.config() == kept.config()
+    again = StoredImages.restore(kept.sizes, kept.tensors(), **MODEL)
+    assert len(again) == 4 and again.sizes == kept.sizes
     assert all(torch.equal(again.tensors()[name], tensor) for name, tensor in kept.tensors().items())
 
 

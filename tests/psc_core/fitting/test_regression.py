@@ -11,7 +11,7 @@ from psc_core.cli.fit import main
 from psc_core.data.dataset import ImageDataset
 from psc_core.images.preprocess import PRESETS
 from psc_core.model import load_model
-from psc_core.tasks.regression import label_with_bins
+from psc_core.tasks.regression import Regression
 from tests.conftest import TinyJob
 
 Images = tuple[ImageDataset, ImageDataset]
@@ -33,7 +33,7 @@ def test_the_library_fits_what_the_command_line_fits(angle_job: TinyJob, angle_b
     theirs = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=ALLOW)
     images = next(val.batches(20)).images
     torch.testing.assert_close(ours.predict(images).outputs.packed, theirs.predict(images).outputs.packed)
-    assert ours.classes == theirs.classes == label_with_bins(train, val)[0].classes
+    assert ours.classes == theirs.classes == Regression.labelled(train, val)[0].classes
 
 
 def test_the_networks_own_mean_is_kept(angle_job: TinyJob, turned: Images, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from psc_core.features import as_matrix
 from psc_core.heads import dve
 from psc_core.heads.base import Features, RegressionHead
-from psc_core.tasks import regression
+from psc_core.settings import FitSettings
 from psc_core.tasks.regression import Regression
 
 KINDS = sorted(Regression.heads)
@@ -41,7 +41,7 @@ def fit_head(
     val_labels = torch.zeros(len(z_val), dtype=torch.int64)
     own = None if val_mean is None else as_matrix(val_mean[:, None])
     selection = Features(z_val, z_val, {}, val_labels, torch.arange(len(z_val)), (), widths, y_val, own)
-    return regression.fit_head(train, selection, Regression.heads[kind], 0, torch.device("cpu"))
+    return Regression.fit_head(train, selection, FitSettings(task="regression", head=kind), torch.device("cpu"))
 
 
 def fit(kind: str, *, n: int = 300, dim: int = 6, scale: float = 1.0) -> RegressionHead:

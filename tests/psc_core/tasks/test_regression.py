@@ -30,7 +30,6 @@ from psc_core.tasks.regression import (
     calibration_metrics,
     fit_calibration,
     label_in_bins,
-    label_with_bins,
     network_rmse,
     quantile_edges,
     width_without_image,
@@ -208,7 +207,7 @@ def test_limits_and_intervals_beyond_every_float32() -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=300).filter(lambda v: min(v) < max(v)))
 def test_bins_part_the_numbers(values: list[float]) -> None:
-    train, again = label_with_bins(numbers(values), numbers(values))
+    train, again = Regression.labelled(numbers(values), numbers(values))
     edges = quantile_edges(torch.tensor(values))
     assert train.labels.tolist() == [sum(value >= edge for edge in edges.tolist()) for value in values]
     counts = train.labels.bincount(minlength=len(train.classes))
