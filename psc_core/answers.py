@@ -25,7 +25,7 @@ _Name = Annotated[str, BeforeValidator(lambda value: compose(value) if isinstanc
 class Target(BaseModel):
     """The name and unit of the number that a regression predicts.
 
-    Example:
+    Examples:
         >>> str(Target(name="angle", unit="degrees"))
         'angle, degrees'
     """

@@ -363,7 +363,7 @@ class FittedModel:
 class PSC(FittedModel):
     """A classifier that recognises ambiguous and out-of-distribution images in one forward pass.
 
-    Example:
+    Examples:
         >>> bundle = "artifacts/dirty-mnist-resnet18"
         >>> psc = PSC.load(bundle)
         >>> prediction = psc.predict([f"{bundle}/examples/{name}.png" for name in ("clean", "shirt")])
@@ -397,7 +397,7 @@ class PSC(FittedModel):
         (:class:`psc_core.errors.LoaderWarning`) reports augmented or dropped images.  The network is copied: yours
         keeps its mode and its device, and you may go on training it.
 
-        Example:
+        Examples:
             >>> import torch
             >>> from torch import nn
             >>> from torch.utils.data import DataLoader, TensorDataset
@@ -445,7 +445,11 @@ class PSC(FittedModel):
 
     if TYPE_CHECKING:
 
-        def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> ClassificationPrediction: ...
+        def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> ClassificationPrediction:
+            """Predict with uncertainty, under the bundle's policy, for files, Pillow images, arrays or a batch of them.
+
+            With ``maps`` the prediction says where each image is unusual.
+            """
 
         def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> ClassificationPrediction: ...
 
@@ -459,7 +463,7 @@ class PSCRegressor(FittedModel):
     Its :attr:`classes` are the bins of the target, which density and checks use.  :func:`psc_core.fit_regressor` and
     ``psc-fit --task regression`` fit such a model.
 
-    Example:
+    Examples:
         >>> PSCRegressor.load("artifacts/dirty-mnist-resnet18")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         psc_core.errors.BundleError: expected the bundle of a regression, ... is of a classifier; ...
@@ -493,7 +497,7 @@ class PSCRegressor(FittedModel):
     ) -> PSCRegressor:
         """Fit uncertainty to a trained network with one output in memory, from loaders of images and numbers.
 
-        Example:
+        Examples:
             >>> import torch
             >>> from torch import nn
             >>> from torch.utils.data import TensorDataset
@@ -537,7 +541,11 @@ class PSCRegressor(FittedModel):
 
     if TYPE_CHECKING:
 
-        def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> RegressionPrediction: ...
+        def predict(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> RegressionPrediction:
+            """Predict with uncertainty, under the bundle's policy, for files, Pillow images, arrays or a batch of them.
+
+            With ``maps`` the prediction says where each image is unusual.
+            """
 
         def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> RegressionPrediction: ...
 
@@ -553,7 +561,7 @@ def load_model(
 ) -> FittedModel:
     """Read, verify, build and probe a bundle of any task; see :meth:`psc_core.PSC.load`.
 
-    Example:
+    Examples:
         >>> load_model("artifacts/dirty-mnist-resnet18").task.noun
         'classifier'
 

@@ -151,7 +151,7 @@ class FitSettings(BaseModel):
     Raises:
         UsageError: If a name is unknown, or a value has another type than its setting, or is outside of its range.
 
-    Example:
+    Examples:
         >>> FitSettings(device="cpu", batch_images=32).compute().batch_size
         32
     """

@@ -208,7 +208,7 @@ class ImageDataset:
 
     For a regression each image has a number, and its label is the number's bin (:mod:`psc_core.data.dataset`).
 
-    Example:
+    Examples:
         >>> from psc_core import PRESETS, open_dataset
         >>> test = open_dataset("mnist:tests/data", split="test", preprocess=PRESETS["mnist"])
         >>> test.image(0).shape, next(test.batches(64)).images.shape

@@ -367,7 +367,7 @@ def open_loader(  # noqa: PLR0913
             or if arguments contradict each other, or one has no effect.
         DataError: If a batch lacks images or labels, has another shape than the others, or labels out of range.
 
-    Example:
+    Examples:
         >>> from torch.utils.data import DataLoader, TensorDataset
         >>> pairs = TensorDataset(torch.rand(100, 3, 8, 8), torch.arange(100) % 4)
         >>> data = open_loader(DataLoader(pairs, batch_size=32, shuffle=True), mean=(0.0,) * 3, std=(1.0,) * 3)

@@ -508,7 +508,7 @@ def open_dataset(
         DataError: If the spec, the directory or its layout is invalid.
         UsageError: If a table lacks the target, or ``target`` or ``unit`` is given and ``spec`` names no table.
 
-    Example:
+    Examples:
         >>> from psc_core import PRESETS, open_dataset
         >>> test = open_dataset("mnist:tests/data", split="test", preprocess=PRESETS["mnist"])
         >>> len(test), len(test.classes)

@@ -288,7 +288,7 @@ def as_preprocess(given: Any) -> Preprocess:
     Such are the transforms of torchvision's weights, timm's ``pretrained_cfg`` or data configuration, and an image
     processor of transformers.
 
-    Example:
+    Examples:
         >>> print(as_preprocess({"input_size": (1, 64, 64), "crop_pct": 0.5, "mean": (0.5,), "std": (0.2,)}))
         L, shorter side to 128, centre 64 × 64 pixels, bicubic; mean 0.5; std 0.2
     """

@@ -56,7 +56,7 @@ class Preprocess:
     Raises:
         UsageError: If the settings give no valid input.
 
-    Example:
+    Examples:
         >>> PRESETS["imagenet"].from_image(Image.new("RGB", (640, 480))).shape
         (3, 224, 224)
     """
@@ -183,7 +183,7 @@ class Preprocess:
     def to_pixels(self, images: Images) -> Pixels:
         """Invert :meth:`standardise`, with clamping and rounding; ``uint8`` images stay unchanged.
 
-        Example:
+        Examples:
             >>> pixels = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
             >>> mnist = PRESETS["mnist"]
             >>> torch.equal(mnist.to_pixels(mnist.standardise(pixels)), pixels)
@@ -199,7 +199,7 @@ class Preprocess:
 
         Two of unknown preprocessing are compared by their shapes alone; one of each kind differs in its description.
 
-        Example:
+        Examples:
             >>> PRESETS["mnist"].differences(Preprocess("L", 32, 32, None, (0.5,), (0.5,)))
             ('height', 'width', 'mean', 'std')
         """

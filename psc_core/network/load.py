@@ -241,7 +241,7 @@ def load_network(
         NetworkError: If the spec is unknown, the factory cannot be imported, arguments are invalid, the folder lacks a
             file, or the weights do not fit.
 
-    Example:
+    Examples:
         >>> args = {"stem": "small", "in_channels": 1}
         >>> net = load_network("torchvision:resnet18", num_classes=10, model_args=args)
         >>> net(torch.zeros(2, 1, 28, 28)).shape

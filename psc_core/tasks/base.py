@@ -197,7 +197,7 @@ AnyPrediction = TypeVar("AnyPrediction", bound="BasePrediction")
 class BasePrediction:
     """Predictions for n images, on the CPU.
 
-    Example:
+    Examples:
         >>> from psc_core import PSC
         >>> bundle = "artifacts/dirty-mnist-resnet18"
         >>> prediction = PSC.load(bundle).predict([f"{bundle}/examples/{name}.png" for name in ("clean", "shirt")])

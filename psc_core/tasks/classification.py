@@ -204,7 +204,7 @@ class Calibration(BaseCalibration):
 class ClassificationPrediction(BasePrediction):
     """Predictions of a classifier for n images, on the CPU.
 
-    Example:
+    Examples:
         >>> from psc_core import PSC
         >>> bundle = "artifacts/dirty-mnist-resnet18"
         >>> prediction = PSC.load(bundle).predict([f"{bundle}/examples/clean.png"])

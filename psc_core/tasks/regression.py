@@ -127,7 +127,7 @@ class Calibration(BaseCalibration):
 class RegressionPrediction(BasePrediction):
     """Predictions of a regression for n images, on the CPU.
 
-    Example:
+    Examples:
         >>> from psc_core.tasks.base import Outputs
         >>> from psc_core.answers import REGRESSION_SCORES as SCORES
         >>> from psc_core.tasks.regression import Calibration
