@@ -32,22 +32,44 @@ logger = logging.getLogger("psc.cli")
 DEMO: Final = "dirty-mnist-resnet18"
 
 
-def parser() -> argparse.ArgumentParser:
+# The flags that ``--help`` explains; ``--help-all`` explains all.
+COMMON: Final = (
+    "bundle", "host", "port", "device", "workers", "alpha", "ambiguity_threshold", "max_width", "api_keys_file", "log",
+    "allow_factories", "config",
+)  # fmt: skip
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, *_: Any) -> None:
+        parser(all_flags=True).print_help()
+        sys.exit(ExitCode.OK)
+
+
+def parser(*, all_flags: bool = False) -> argparse.ArgumentParser:
     """Return the parser of the command line, with one flag for each setting."""
     flags = argparse.ArgumentParser(
         prog="psc-serve",
+        usage="%(prog)s --bundle DIR [flag ...]",
         description="Serve PSC bundles over HTTP. Every flag is also PSC_NAME in the environment and a key "
         "of the TOML file; flags win over the environment, which wins over the file.",
         epilog="SIGTERM and Ctrl-C finish what was accepted; SIGHUP reloads the bundles. Exit codes: 0 done, "
         "2 bad usage or bad input, 1 a failure.",
         allow_abbrev=False,
     )
+    flags.add_argument(
+        "--help-all",
+        action=_HelpAll,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="explain all flags, not only the common ones",
+    )
     flags.add_argument("--version", action="version", version=f"psc {__version__}")
     flags.add_argument("--demo", action="store_true", help="serve the digits that PSC ships with")
-    for name, field in Settings.model_fields.items():
+    for name, field in sorted(Settings.model_fields.items(), key=lambda item: item[0] not in COMMON):
         default = default_text(name)
         text = (field.description or "").replace("%", "%%") + (f" (default: {default})" if default else "")
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
+        options["help"] = text if all_flags or name in COMMON else argparse.SUPPRESS
         if field.annotation is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif str(field.annotation).startswith("tuple"):

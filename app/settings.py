@@ -75,7 +75,7 @@ def check_environment(names: Container[str]) -> None:
         if not variable.startswith(ENV_PREFIX) or NOT_SETTINGS.fullmatch(variable) or name in names:
             continue
         if not (name.endswith("port") and is_service_link(value)):
-            raise UsageError(f"unknown setting {variable} in the environment; `psc-serve --help` lists them")
+            raise UsageError(f"unknown setting {variable} in the environment; `psc-serve --help-all` lists them")
 
 
 def read_config(flag: str | Path | None) -> dict[str, Any]:
@@ -352,6 +352,6 @@ def _number(text: str) -> float:
 def _sentence(item: Any) -> str:
     where = str(item["loc"][0]) if item["loc"] else ""
     if item["type"] == "extra_forbidden":
-        return f"unknown setting {where!r}; `psc-serve --help` lists them"
+        return f"unknown setting {where!r}; `psc-serve --help-all` lists them"
     shown = where and SecretStr not in get_args(Settings.model_fields[where].annotation)
     return fault(item, "setting") + (f", got {item['input']!r}" if shown else "")
