@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import numpy as np
 import onnx
 import pytest
@@ -22,7 +21,7 @@ from psc_core import PSC, open_dataset
 from psc_core.cli.fit import main
 from psc_core.images.preprocess import Preprocess
 from tests import folders
-from tests.served import serve
+from tests.served import HTTP, serve
 
 FLAGS: Final = ("--device", "cpu", "--no-report", "--alpha", "0.1", "--coverage", "0.9")
 
@@ -88,7 +87,7 @@ def predictions(bundles: Mapping[str, Path], files: Sequence[Path]) -> dict[str,
     found = {}
     with serve(*(f"--bundle={name}={path}" for name, path in bundles.items())) as server:
         for name in bundles:
-            answer = httpx.post(f"{server.url}/models/{name}/predict", files=parts, timeout=60)
+            answer = HTTP.post(f"{server.url}/models/{name}/predict", files=parts)
             assert answer.status_code == 200, answer.text
             found[name] = answer.json()["predictions"]
     return found

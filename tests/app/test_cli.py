@@ -14,13 +14,14 @@ import pytest
 from app.cli import settings_from
 from psc_core import __version__
 from psc_core.errors import UsageError
+from tests import warm
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.served import GUARD_SECONDS
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
-    return subprocess.run(
+    return warm.run(
         [sys.executable, "-m", "app.cli", *arguments],
         capture_output=True,
         text=True,

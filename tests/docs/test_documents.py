@@ -22,6 +22,7 @@ from psc_core.cli.log import parser as log_parser
 from psc_core.cli.log import recalibrate_parser as recalibrate_parser
 from psc_core.cli.log import replay_parser as replay_parser
 from psc_core.cli.score import parser as score_parser
+from tests import warm
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -114,7 +115,7 @@ def test_readme_python_imports_exported_names() -> None:
 )
 def test_generated_tables_are_up_to_date(table: str, document: str) -> None:
     command = [sys.executable, "-m", "tests.docs.tables", table]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    printed = warm.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     lines = printed.splitlines()
     assert len(set(lines)) == len(lines)
     assert printed.strip() in (ROOT / "docs" / document).read_text(), f"{table}: put this into docs/{document}"

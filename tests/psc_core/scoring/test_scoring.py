@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from psc_core.scoring import (
     named_images,
     write,
 )
+from tests import warm
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.psc_core.scoring.support import COUNT, PART, bytes_of, rows_of, run, write_hostile
 from tools.forge import ALLOW
@@ -239,7 +241,7 @@ def test_a_killed_run_goes_on(folder: Path, scored: Path, tmp_path: Path) -> Non
     out = tmp_path / "out"
     command = [sys.executable, "-m", "psc_core.cli.score", str(folder), "--bundle", str(SHIPPED_BUNDLE)]
     options = ["--out", str(out), "--part-images", str(PART), "--format", "jsonl", "--device", "cpu"]
-    with subprocess.Popen([*command, *options], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+    with warm.Process([*command, *options], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         while not (out / "part-00000.jsonl").exists() and process.poll() is None:
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
@@ -312,7 +314,26 @@ def test_parquet_in_and_out(folder: Path, scored: Path, tmp_path: Path) -> None:
         list(named_images(tmp_path / "images.parquet", "number"))
 
 
-@pytest.mark.thorough
+def test_actors_write_what_one_process_writes(
+    folder: Path, scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows_here(shards: int, override_num_blocks: int) -> Any:
+        """Ray's data, in this process."""
+
+        def mapped(make: Callable[..., Any], *, fn_constructor_args: Any, concurrency: int, **_: Any) -> Any:
+            actors = [make(*fn_constructor_args) for _ in range(concurrency)]
+            return SimpleNamespace(iter_rows=lambda: (actors[row % concurrency]({"id": row}) for row in range(shards)))
+
+        assert override_num_blocks == shards
+        return SimpleNamespace(map=mapped)
+
+    monkeypatch.setattr("psc_core.scoring.needs", lambda *_: SimpleNamespace(range=rows_here))
+    run(folder, tmp_path / "out", "--ray", "2")
+    assert f"{COUNT + 1} images" in capsys.readouterr().out
+    assert bytes_of(tmp_path / "out") == bytes_of(scored)
+
+
+@pytest.mark.slow
 def test_ray_writes_what_one_process_writes(
     folder: Path, scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import orjson
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
@@ -110,6 +110,7 @@ def naive_document(
     }
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(packed_outputs, fractions, policies, st.none() | st.integers(1, 4))
 def test_equals_the_naive_document(
     packed: FloatArray, probability: float, policy: ClassificationPolicy, top_k: int | None
