@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -91,27 +89,3 @@ def nested(content: bytes) -> bytes:
         length.append(size & 127 | 128)
         size >>= 7
     return bytes((*length, size)) + content
-
-
-def silent_streams(_url: str) -> Seen:
-    """Sixteen calls of each method that send nothing; then one that does."""
-    with serving() as (_started, connect), connect() as silent, connect() as other:
-        never = threading.Event()
-
-        def nothing() -> Iterator[bytes]:
-            never.wait()
-            yield from ()
-
-        calls = [
-            silent.stream_unary(PREFIX + method).future(nothing())
-            for method in ("ServerLive", "ModelReady", "ModelInfer")
-            for _ in range(16)
-        ]
-        time.sleep(1)
-        began = time.perf_counter()
-        code = infer(other, good_message())
-        took = time.perf_counter() - began
-        for call in calls:
-            call.cancel()
-        never.set()
-    return Seen(f"{code} after {took:.1f} s", code == "OK" and took <= 8)

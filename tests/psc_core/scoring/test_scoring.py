@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -41,8 +42,24 @@ from psc_core.scoring import (
 )
 from tests import warm
 from tests.conftest import ROOT, SHIPPED_BUNDLE
-from tests.psc_core.scoring.support import COUNT, PART, bytes_of, rows_of, run, write_hostile
 from tools.forge import ALLOW
+
+COUNT = 20
+PART = 6
+
+
+def run(source: Path, out: Path, *flags: str) -> None:
+    command = [str(source), "--bundle", str(SHIPPED_BUNDLE), "--out", str(out), "--device", "cpu"]
+    assert cli.main([*command, "--part-images", str(PART), "--format", "jsonl", *flags]) == 0
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    files = sorted(out.glob("part-*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def bytes_of(out: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in out.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +204,12 @@ def _spoil(packed: torch.Tensor) -> torch.Tensor:
 
 def test_a_hostile_folder_is_rows_with_errors(tmp_path: Path) -> None:
     images, out = tmp_path / "images", tmp_path / "out"
-    write_hostile(images)
+    images.mkdir()
+    (images / "good.png").write_bytes((SHIPPED_BUNDLE / "examples" / "clean.png").read_bytes())
+    os.mkfifo(images / "pipe.png")
+    (images / "zero.png").symlink_to("/dev/zero")
+    with (images / "sparse.png").open("wb") as file:
+        file.truncate(40 << 30)
     run(images, out)
     errors = {row["item"]: row["error"] for row in rows_of(out)}
     assert errors.pop("good.png") is None and set(errors) == {"pipe.png", "zero.png", "sparse.png"}
