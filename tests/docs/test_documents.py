@@ -36,16 +36,10 @@ DOCUMENTS = sorted(
     ]
 )
 PARSERS = {
-    "psc-fit": fit_parser,
-    "psc-eval": eval_parser,
-    "psc-score": score_parser,
-    "psc-report": report_parser,
-    "psc-log": log_parser,
-    "psc-recalibrate": recalibrate_parser,
-    "psc-replay": replay_parser,
-    "psc-serve": serve_parser,
-    "psc-predict": predict_parser,
-}
+    "psc-fit": fit_parser, "psc-eval": eval_parser, "psc-score": score_parser, "psc-report": report_parser,
+    "psc-log": log_parser, "psc-recalibrate": recalibrate_parser, "psc-replay": replay_parser,
+    "psc-serve": serve_parser, "psc-predict": predict_parser,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -92,16 +92,11 @@ def test_damaged_data_of_a_kind_that_is_read(frame: int) -> None:
         (b'{"error": "not found"}', "JSON"),
         (b'<?xml version="1.0"?><Error/>', "XML"),
         (b"data:image/png;base64,iVBORw0KGgo", "base64"),
-        (b"iVBORw0KGgoAAAANSUhEUg", "base64"),
-        (b"\0\0\0\x1cftypavif", "AVIF"),
-        (b"\0\0\0\x1cftypheic", "HEIC"),
-        (b"\0\0\0\x0cjP  \r\n\x87\n", "JPEG 2000"),
-        (b"\xff\x0a", "JPEG XL"),
-        (b"%PDF-1.7", "PDF"),
-        (b"PK\x03\x04", "ZIP"),
-        (b"", "no data"),
+        (b"iVBORw0KGgoAAAANSUhEUg", "base64"), (b"\0\0\0\x1cftypavif", "AVIF"), (b"\0\0\0\x1cftypheic", "HEIC"),
+        (b"\0\0\0\x0cjP  \r\n\x87\n", "JPEG 2000"), (b"\xff\x0a", "JPEG XL"), (b"%PDF-1.7", "PDF"),
+        (b"PK\x03\x04", "ZIP"), (b"", "no data"),
     ],
-)
+)  # fmt: skip
 def test_other_files_are_named(start: bytes, named: str) -> None:
     with pytest.raises(UnsupportedImage, match=named):
         decode_image(start + bytes(100) if start else start)
