@@ -59,14 +59,10 @@ def test_the_circle_runs_as_it_stands(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PSC_")},
-        "PATH": f"{commands}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "PSC_PORT": str(port),
-        "PSC_DEVICE": "cpu",
-        "PSC_BACKEND": "folded",
-        "URL": (url := f"http://127.0.0.1:{port}"),
+        "PATH": f"{commands}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PSC_PORT": str(port),
+        "PSC_DEVICE": "cpu", "PSC_BACKEND": "folded", "URL": (url := f"http://127.0.0.1:{port}"),
         "PSC_CLIENT_URL": url,
-    }
+    }  # fmt: skip
     run = subprocess.run(
         ["bash", "-c", "\n".join(script)], cwd=work, env=environment, capture_output=True, text=True,
         timeout=GUARD_SECONDS, check=False,

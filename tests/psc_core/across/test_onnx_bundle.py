@@ -25,14 +25,9 @@ Images = tuple[ImageDataset, ImageDataset]
 def sequential() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3, stride=2),
-        nn.ReLU(),
-        nn.Conv2d(8, 12, 3, stride=2),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(12, 10),
-    ).eval()
+        nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 12, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(12, 10),
+    ).eval()  # fmt: skip
 
 
 @pytest.fixture(scope="module")

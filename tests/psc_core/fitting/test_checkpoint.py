@@ -93,12 +93,8 @@ def test_new_interpreter_gives_the_same_version(tiny_job: TinyJob, tmp_path: Pat
     program = "import sys, torch; torch.set_num_threads(1); from psc_core.cli.fit import main; sys.exit(main())"
     done = warm.run(
         [sys.executable, "-c", program, *arguments(tiny_job, tmp_path / "bundle")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert version(tmp_path / "bundle") == uninterrupted
 
