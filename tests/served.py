@@ -68,7 +68,7 @@ class Server:
             time.sleep(0.02)
 
     def wait_ready(self) -> None:
-        self.until(lambda: self.process.poll() is not None or self._is_ready())
+        self.until(lambda: self.process.poll() is not None or is_ready(self.url))
 
     def wait_for_log(self, text: str, count: int = 1) -> None:
         self.until(lambda: self.count_in_log(text) >= count)
@@ -94,11 +94,6 @@ class Server:
         self.end()
         assert self.process.stderr is not None
         self.process.stderr.close()
-
-    def _is_ready(self) -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return HTTP.get(self.url + "/readyz").status_code == 200
-        return False
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -131,6 +126,12 @@ def serve_shipped(*flags: str) -> Iterator[str]:
     with serve(f"--bundle={SHIPPED_BUNDLE}", *flags) as server:
         yield server.url
         assert server.terminate() == 0
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return HTTP.get(f"{url}/readyz").status_code == 200
+    return False
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:

@@ -38,17 +38,15 @@ FRESH: Final = subprocess.Popen
 PYTHON: Final = sys.executable
 WORKER: Final = "worker"  # the name of a process that another one has started by multiprocessing
 
-Start = Callable[[dict[str, Any], Sequence[int]], int]
-
 
 class Process(subprocess.Popen[str]):
-    """A process of this Python, with a file, ``-m`` and a module, or ``-c`` and code; any other starts afresh."""
+    """A process of this Python, with ``-m`` and a module or ``-c`` and code; any other starts afresh."""
 
     def _execute_child(self, *given: Any) -> None:
         start = super()._execute_child  # type: ignore[misc]
         asked = inspect.signature(start).bind(*given).arguments
         words = [os.fspath(word) for word in asked["args"]]
-        if words[0] != PYTHON:
+        if words[0] != PYTHON or not {"-c", "-m"} & {*words}:
             start(*given)
             return
         pipes = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
@@ -72,7 +70,7 @@ def run(command: Sequence[str | Path], **options: Any) -> subprocess.CompletedPr
 
 
 @cache
-def _first() -> Start:
+def _first() -> Callable[[dict[str, Any], Sequence[int]], int]:
     """Start the process that the others are forks of."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
@@ -170,16 +168,20 @@ def _start_workers_warm() -> None:
 
 def _run(words: Sequence[str]) -> None:
     """Run a program as ``python WORDS`` would, and end, without taking all that was imported to pieces."""
-    code: object = 0
+    option, program, *rest = words[min(words.index(each) for each in ("-c", "-m") if each in words) :]
+    sys.argv[:], code = [option, *rest], 0
     try:
-        _run_program(words)
+        if option == "-m":
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.modules["__main__"] = main = ModuleType("__main__")
+            exec(compile(program, "<string>", "exec"), main.__dict__)
     except SystemExit as ended:
-        code = ended.code or 0
+        code = ended.code if isinstance(ended.code, int) else ended.code is not None
+        if ended.code and not isinstance(ended.code, int):
+            print(ended.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        code = 1
-    if not isinstance(code, int):
-        print(code, file=sys.stderr)
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -187,21 +189,6 @@ def _run(words: Sequence[str]) -> None:
         with contextlib.suppress(OSError, ValueError):  # It is full, or closed.
             stream.flush()
     os._exit(code)
-
-
-def _run_program(words: Sequence[str]) -> None:
-    while words[0] not in ("-c", "-m") and words[0].startswith("-"):
-        words = words[1:]
-    option, *rest = words if words[0] in ("-c", "-m") else ("", *words)
-    sys.argv[:] = [option or rest[0], *rest[1:]]
-    if option == "-c":
-        sys.modules["__main__"] = main = ModuleType("__main__")
-        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
-    elif option == "-m":
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(rest[0]).parent)
-        runpy.run_path(rest[0], run_name="__main__")
 
 
 if __name__ == "__main__":

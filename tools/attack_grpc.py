@@ -13,8 +13,7 @@ from tests.app.grpc.support import free_port
 from tests.conftest import SHIPPED_BUNDLE
 from tools.service import EXAMPLE, STALL_SECONDS, Seen, Started, longest_stall, service
 
-LIMIT = "ulimit -d 8388608"
-"""8 GiB of data, in the shell's units."""
+LIMIT = "ulimit -d 8388608"  # 8 GiB of data, in the shell's units
 
 SECONDS = 30.0
 EMPTY_OUTPUT, PARAMETER = b"\x32\0", b"\x22\x08\x0a\x02ab\x12\x02\x08\x01"

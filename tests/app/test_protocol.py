@@ -222,8 +222,7 @@ async def test_a_connection_gets_a_moment_for_its_first_request_when_the_server_
         assert await reader.read() == b""
 
 
-STUCK = b"GET /60000 HTTP/1.1\r\nhost: a\r\n\r\n"
-"""Its answer does not make the transport pause the writer."""
+STUCK = b"GET /60000 HTTP/1.1\r\nhost: a\r\n\r\n"  # Its answer does not make the transport pause the writer
 
 
 @pytest.mark.parametrize("end", ["close", "idle", "half closed"])

@@ -42,8 +42,7 @@ def png(width: int, height: int, *middle: bytes, data: bytes = b"") -> bytes:
 
 
 PIXELS = zlib.compress(b"\0" * 29 * 28)
-ZEROS = zlib.compress(b"\0" * (64 << 20), 9)
-"""64 MiB of zeros in 64 KiB."""
+ZEROS = zlib.compress(b"\0" * (64 << 20), 9)  # 64 MiB of zeros in 64 KiB
 
 BOMBS = {
     "pixels": png(28, 28, data=ZEROS),

@@ -20,8 +20,7 @@ from psc_core.heads import softmax
 from psc_core.images.preprocess import PRESETS
 from psc_core.linalg import ClassScatter, class_pairs
 
-BYTES_AN_IMAGE = 100
-"""Labels, offsets and positions, and as much again while they are put in order."""
+BYTES_AN_IMAGE = 100  # Labels, offsets and positions, and as much again while they are put in order
 
 
 CLASSES = 4
