@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,6 +61,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A cache folder of the tests' own, for their subprocesses too."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_exports() -> Iterator[None]:
+    """The processes that export networks to ONNX are forks of one that has imported what takes seconds."""
+    from tests import warm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("psc_core.network.export.subprocess", warm)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,7 @@ from psc_core.images.preprocess import PRESETS, Preprocess
 NAMES: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 """Names of the digits in the order of the networks' outputs, which is not the order of names."""
 
-SIZE: Final = Preprocess("RGB", 32, 32, None, (0.5,) * 3, (0.5,) * 3)
-"""How images reach the networks."""
+SIZE: Final = Preprocess("RGB", 32, 32, None, (0.5,) * 3, (0.5,) * 3)  # How images reach the networks
 
 _TRANSFORMER: Final = {
     "image_size": 32,

@@ -10,16 +10,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 import httpx
 
+from tests import warm
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 
 GUARD_SECONDS: Final = 600.0  # after this an event that a test waits for counts as missing
+
+# Each request has a connection of its own; a client that checks certificates takes a while to make.
+HTTP: Final = httpx.Client(verify=False, timeout=GUARD_SECONDS, limits=httpx.Limits(max_keepalive_connections=0))
 
 PSC_SERVE: Final = (sys.executable, "-m", "app.cli")
 
@@ -27,12 +32,14 @@ PSC_SERVE: Final = (sys.executable, "-m", "app.cli")
 class Server:
     """A started server, the leader of a process group of its own; ``url`` is empty when it ended before it listened."""
 
-    def __init__(self, *flags: str, program: Sequence[str] = PSC_SERVE) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
-        self.process = subprocess.Popen(
+    def __init__(
+        self, *flags: str, program: Sequence[str] = PSC_SERVE, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
+        self.process = warm.Process(
             [*program, "--port=0", "--device=cpu", "--backend=folded", *flags],
             cwd=ROOT,
-            env=environment,
+            env={**kept, **environment},
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -51,7 +58,7 @@ class Server:
     def workers(self) -> set[int]:
         pid = self.process.pid
         children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        return {child for child in children if is_alive(child) and "--multiprocessing-fork" in command_line(child)}
+        return {child for child in children if is_alive(child) and warm.is_worker(child)}
 
     def until(self, condition: Callable[[], object]) -> None:
         end = time.monotonic() + GUARD_SECONDS
@@ -61,7 +68,7 @@ class Server:
             time.sleep(0.02)
 
     def wait_ready(self) -> None:
-        self.until(lambda: self.process.poll() is not None or self._is_ready())
+        self.until(lambda: self.process.poll() is not None or is_ready(self.url))
 
     def wait_for_log(self, text: str, count: int = 1) -> None:
         self.until(lambda: self.count_in_log(text) >= count)
@@ -70,7 +77,7 @@ class Server:
         return sum(text in line for line in list(self.log))
 
     def metrics(self) -> str:
-        return httpx.get(self.url + "/metrics", timeout=GUARD_SECONDS).text
+        return HTTP.get(self.url + "/metrics").text
 
     def end(self) -> int:
         code = self.process.wait(GUARD_SECONDS)
@@ -88,11 +95,6 @@ class Server:
         assert self.process.stderr is not None
         self.process.stderr.close()
 
-    def _is_ready(self) -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(self.url + "/readyz", verify=False, timeout=GUARD_SECONDS).status_code == 200
-        return False
-
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
@@ -102,8 +104,8 @@ class Server:
 
 
 @contextmanager
-def serve(*flags: str, ready: bool = True, program: Sequence[str] = PSC_SERVE) -> Iterator[Server]:
-    server = Server(*flags, program=program)
+def serve(*flags: str, ready: bool = True, **options: Any) -> Iterator[Server]:
+    server = Server(*flags, **options)
     try:
         if ready:
             server.wait_ready()
@@ -112,10 +114,10 @@ def serve(*flags: str, ready: bool = True, program: Sequence[str] = PSC_SERVE) -
         server.close()
 
 
-def serve_fake(*arguments: str, ready: bool = True) -> AbstractContextManager[Server]:
+def serve_fake(*arguments: str, **options: Any) -> AbstractContextManager[Server]:
     """The fake model ``m``; see :mod:`tests.app.serve_fake` for the arguments."""
     program = (sys.executable, "-m", "tests.app.serve_fake")
-    return serve(f"--bundle=m={SHIPPED_BUNDLE}", "--max-batch-size=8", *arguments, ready=ready, program=program)
+    return serve(f"--bundle=m={SHIPPED_BUNDLE}", "--max-batch-size=8", *arguments, program=program, **options)
 
 
 @contextmanager
@@ -124,6 +126,12 @@ def serve_shipped(*flags: str) -> Iterator[str]:
     with serve(f"--bundle={SHIPPED_BUNDLE}", *flags) as server:
         yield server.url
         assert server.terminate() == 0
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return HTTP.get(f"{url}/readyz").status_code == 200
+    return False
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:

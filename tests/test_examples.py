@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Final
 
 import pytest
 
+from tests import warm
 from tests.conftest import ROOT
 from tests.served import serve_shipped
 
@@ -30,7 +30,7 @@ def run(name: str, *arguments: str) -> str:
     """Run an example in a process of its own; what it prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = warm.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -125,6 +125,7 @@ def test_own_model(here: Run) -> None:
     check_shown("own_model.py", said)
 
 
+@pytest.mark.slow
 def test_own_images(here: Run) -> None:
     said = here("own_images.py")
     right, _, accepted = map(float, re.findall(r"([\d.]+)%", said)[:3])
@@ -134,6 +135,7 @@ def test_own_images(here: Run) -> None:
     check_shown("own_images.py", said)
 
 
+@pytest.mark.slow
 def test_regression(here: Run) -> None:
     said = here("regression.py")
     held, nominal, clothes = map(int, re.findall(r"(\d+)%", said))

@@ -25,7 +25,8 @@ expected-statuses = ["2xx", 400, 404, 408, 409, 413, 415, 422, 429]
 """
 
 
-def test_every_answer_is_one_that_the_document_promises(tmp_path: Path) -> None:
+@pytest.mark.parametrize("examples", [3, pytest.param(15, marks=pytest.mark.slow)])
+def test_every_answer_is_one_that_the_document_promises(examples: int, tmp_path: Path) -> None:
     manifest = read_bundle(SHIPPED_BUNDLE).manifest
     configuration = tmp_path / "schemathesis.toml"
     configuration.write_text(CONFIGURATION.format(name=manifest.name, version=manifest.version))
@@ -33,7 +34,8 @@ def test_every_answer_is_one_that_the_document_promises(tmp_path: Path) -> None:
         command = [
             sys.executable, "-m", "schemathesis.cli", "--config-file", str(configuration), "run", f"{url}/openapi.json",
             "--exclude-path-regex", "unload$",  # Nothing else would be answered.
-            "--checks", "all", "--max-examples", "15", "--seed", "1", "--no-color", "-H", "X-API-Key: key-of-the-test",
+            "--checks", "all", "--max-examples", str(examples), "--seed", "1", "--no-color",
+            "-H", "X-API-Key: key-of-the-test",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=GUARD_SECONDS)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -8,17 +8,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from benchmarks.runs import RESULTS
-from psc_core import PSC, open_dataset
+from psc_core import PSC, ClassificationPrediction, open_dataset
 from tests.conftest import SHIPPED_BUNDLE
 from tests.psc_core.images.support import png_header_of
-from tests.served import serve_shipped
+from tests.served import HTTP, serve_shipped
 
 EXAMPLES = SHIPPED_BUNDLE / "examples"
 
@@ -31,7 +30,7 @@ def url() -> Iterator[str]:
 
 
 def ask(url: str, *files: tuple[str, bytes]) -> list[dict]:  # type: ignore[type-arg]
-    answer = httpx.post(f"{url}/predict", files=[("images", file) for file in files], timeout=60)
+    answer = HTTP.post(f"{url}/predict", files=[("images", file) for file in files])
     assert answer.status_code == 200, answer.text
     return answer.json()["predictions"]  # type: ignore[no-any-return]
 
@@ -54,7 +53,7 @@ def test_readme_examples(url: str) -> None:
 
 def test_the_unusual_corner_is_found(url: str) -> None:
     parts = [("images", example("corner.png"))]
-    answer = httpx.post(f"{url}/predict?explain=true&map=true", files=parts, timeout=60)
+    answer = HTTP.post(f"{url}/predict?explain=true&map=true", files=parts)
     (corner,) = answer.json()["predictions"]
     assert (corner["label"], corner["decision"]) == ("7", "abstain_ood")
     left, top, right, bottom = corner["explanation"]["map"]["box"]
@@ -81,9 +80,15 @@ def mixed(psc: PSC, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -
     return files[::3] + files[1::3] + files[2::3]
 
 
+@pytest.fixture(scope="module")
+def expected(psc: PSC, mixed: list[tuple[str, bytes]]) -> ClassificationPrediction:
+    return psc.predict([data for _, data in mixed])
+
+
 @pytest.mark.parametrize("size", [1, 2, 5, 16, 37, 64])
-def test_served_equals_fitted(url: str, psc: PSC, mixed: list[tuple[str, bytes]], size: int) -> None:
-    expected = psc.predict([data for _, data in mixed])
+def test_served_equals_fitted(
+    url: str, psc: PSC, mixed: list[tuple[str, bytes]], expected: ClassificationPrediction, size: int
+) -> None:
     parts = [mixed[start : start + size] for start in range(0, len(mixed), size)]
     with ThreadPoolExecutor(8) as pool:  # requests overlap, so batches mix images of several requests
         served = [prediction for answer in pool.map(lambda part: ask(url, *part), parts) for prediction in answer]
@@ -149,9 +154,9 @@ def jpeg() -> bytes:
 )
 def test_bad_images_get_a_problem(url: str, body: bytes, status: int) -> None:
     before = ask(url, example("clean.png"))
-    answer = httpx.post(f"{url}/predict", content=body, headers={"content-type": "image/png"})
+    answer = HTTP.post(f"{url}/predict", content=body, headers={"content-type": "image/png"})
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.status_code == answer.json()["status"] == status
-    together = httpx.post(f"{url}/predict", files=[("images", example("clean.png")), ("images", ("bad.png", body))])
+    together = HTTP.post(f"{url}/predict", files=[("images", example("clean.png")), ("images", ("bad.png", body))])
     assert together.status_code >= 400 and "bad.png" in together.json()["detail"]
     assert ask(url, example("clean.png")) == before

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,8 +13,7 @@ from tests.app.grpc.support import free_port
 from tests.conftest import SHIPPED_BUNDLE
 from tools.service import EXAMPLE, STALL_SECONDS, Seen, Started, longest_stall, service
 
-LIMIT = "ulimit -d 8388608"
-"""8 GiB of data, in the shell's units."""
+LIMIT = "ulimit -d 8388608"  # 8 GiB of data, in the shell's units
 
 SECONDS = 30.0
 EMPTY_OUTPUT, PARAMETER = b"\x32\0", b"\x22\x08\x0a\x02ab\x12\x02\x08\x01"
@@ -91,27 +88,3 @@ def nested(content: bytes) -> bytes:
         length.append(size & 127 | 128)
         size >>= 7
     return bytes((*length, size)) + content
-
-
-def silent_streams(_url: str) -> Seen:
-    """Sixteen calls of each method that send nothing; then one that does."""
-    with serving() as (_started, connect), connect() as silent, connect() as other:
-        never = threading.Event()
-
-        def nothing() -> Iterator[bytes]:
-            never.wait()
-            yield from ()
-
-        calls = [
-            silent.stream_unary(PREFIX + method).future(nothing())
-            for method in ("ServerLive", "ModelReady", "ModelInfer")
-            for _ in range(16)
-        ]
-        time.sleep(1)
-        began = time.perf_counter()
-        code = infer(other, good_message())
-        took = time.perf_counter() - began
-        for call in calls:
-            call.cancel()
-        never.set()
-    return Seen(f"{code} after {took:.1f} s", code == "OK" and took <= 8)

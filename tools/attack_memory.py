@@ -12,7 +12,8 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from tools.service import EXAMPLE, Seen, is_ready, service
+from tests.served import is_ready
+from tools.service import EXAMPLE, Seen, service
 
 CLIENTS = 32
 FEW = 8
@@ -20,19 +21,12 @@ LIMIT_MIB = 1400
 
 
 class Sent(NamedTuple):
-    """What the clients got from a service with little memory.
+    """What the clients got from a service with little memory."""
 
-    Attributes:
-        statuses: How many answers of each status, and errors of each kind.
-        is_ready: Whether it was ready as soon as the last client had its answer.
-        recovers: Whether it was within a minute.
-        peak_mib: The most memory that it had; its limit where it is gone.
-    """
-
-    statuses: Counter[object]
-    is_ready: bool
-    recovers: bool
-    peak_mib: int
+    statuses: Counter[object]  # how many answers of each, and errors of each kind
+    is_ready: bool  # as soon as the last client had its answer
+    recovers: bool  # within a minute
+    peak_mib: int  # its limit where it is gone
 
     def seen(self, limit_mib: int, *, is_wanted: bool) -> Seen:
         """What the table says of it."""

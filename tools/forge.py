@@ -12,8 +12,7 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-ALLOW = ("tests.tiny:network",)
-"""The allow-list of the operator under attack."""
+ALLOW = ("tests.tiny:network",)  # The allow-list of the operator under attack
 
 Edit = Callable[[dict[str, Any]], object]
 

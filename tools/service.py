@@ -18,13 +18,12 @@ import httpx
 
 from app.memory import CGROUPS
 from tests.conftest import ROOT, SHIPPED_BUNDLE
+from tests.served import is_ready
 
 EXAMPLE = (SHIPPED_BUNDLE / "examples" / "clean.png").read_bytes()
-STALL_SECONDS = 1.0
-"""How long ``/healthz`` may wait at most."""
+STALL_SECONDS = 1.0  # How long /healthz may wait at most
 
-LIMIT_MIB = 4096
-"""Memory of a service: so a container may have been given."""
+LIMIT_MIB = 4096  # Memory of a service: so a container may have been given
 
 
 class Seen(NamedTuple):
@@ -122,13 +121,6 @@ def service(*flags: str, stderr: str = os.devnull, shell: str = ":", memory_mib:
                 yield Started(url, process.pid, folder)
             finally:
                 process.terminate()
-
-
-def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/readyz", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 @contextmanager

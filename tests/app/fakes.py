@@ -71,13 +71,9 @@ class FakePipeline:
         distances = (brightness[:, None] - torch.tensor([0.0, 0.5, 1.0])).abs()
         deviation = images.float().flatten(1)[:, :7] / 255.0
         return self(images), {
-            "class_distances": distances,
-            "nearest_class": distances.argmin(1),
-            "component_deviation": deviation,
-            "aleatoric": brightness,
-            "epistemic": 1.0 - brightness,
-            **({"map": images[:, 0]} if with_map else {}),
-        }
+            "class_distances": distances, "nearest_class": distances.argmin(1), "component_deviation": deviation,
+            "aleatoric": brightness, "epistemic": 1.0 - brightness, **({"map": images[:, 0]} if with_map else {}),
+        }  # fmt: skip
 
     def forward_with_map(self, images: Tensor, /) -> tuple[Tensor, Tensor]:
         return self(images), images[:, 0]

@@ -14,13 +14,14 @@ import pytest
 from app.cli import settings_from
 from psc_core import __version__
 from psc_core.errors import UsageError
+from tests import warm
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.served import GUARD_SECONDS
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
-    return subprocess.run(
+    return warm.run(
         [sys.executable, "-m", "app.cli", *arguments],
         capture_output=True,
         text=True,
@@ -58,8 +59,10 @@ def test_a_network_that_may_not_be_imported_is_named_with_the_remedy(tiny_bundle
 
 def test_the_version_and_the_help() -> None:
     assert command("--version").stdout == f"psc {__version__}\n"
-    result = command("--help")
-    assert (result.returncode, result.stderr) == (0, "") and "--drain-seconds" in result.stdout
+    for flag, says_all in (("--help", False), ("--help-all", True)):
+        result = command(flag)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert "--alpha" in result.stdout and ("--drain-seconds" in result.stdout) == says_all
 
 
 def test_a_taken_port_is_code_2() -> None:

@@ -19,8 +19,8 @@ from app.cli import _listen
 from app.healthcheck import DEFAULT_HOST, DEFAULT_PORT, is_ready, leave_address
 from app.settings import Settings, load_settings
 from psc_core.errors import UsageError
-from tests.conftest import ROOT, SHIPPED_BUNDLE
-from tests.served import GUARD_SECONDS, Server, serve, serve_fake
+from tests.conftest import ROOT
+from tests.served import GUARD_SECONDS, serve_fake
 
 
 @pytest.fixture(autouse=True)
@@ -53,19 +53,11 @@ def test_finds_the_service_whatever_told_it_its_address(host: str, by: str, tmp_
         _listen(host, 0).close()
     except UsageError:
         pytest.skip("this machine lacks the address")
-    with leaving(environment, *flags) as server:
+    with serve_fake(*flags, environment=environment) as server:
         assert healthcheck(**environment) == 0
         assert healthcheck(**environment | {"PSC_PORT": "8"}) == 1  # The environment of another service.
         assert server.terminate() == 0
     assert not [file for file in tmp_path.iterdir() if file.name.startswith("psc-address")]
-
-
-@contextmanager
-def leaving(environment: dict[str, str], *flags: str) -> Iterator[Server]:
-    program = [sys.executable, "-c", f"import os, runpy, sys; os.environ.update({environment}); "
-               "sys.argv[0] = 'x'; runpy.run_module('tests.app.serve_fake', run_name='__main__')"]  # fmt: skip
-    with serve(f"--bundle=m={SHIPPED_BUNDLE}", "--max-batch-size=8", *flags, program=program) as server:
-        yield server
 
 
 def test_without_a_writable_folder_the_environment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

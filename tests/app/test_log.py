@@ -36,7 +36,7 @@ from psc_core.tasks.classification import Classification
 from psc_core.tasks.regression import Regression
 from tests.app.fakes import FakeModel, FakePipelineWithChecks, FakeValueModel, pixels, png
 from tests.app.support import PNG, Running, running, serve_next, until
-from tests.served import GUARD_SECONDS, Server, serve_fake
+from tests.served import GUARD_SECONDS, HTTP, Server, serve_fake
 
 pytestmark = pytest.mark.anyio
 
@@ -483,7 +483,7 @@ def predicting(server: Server, threads: int = 4) -> Iterator[list[httpx.Response
     def send() -> None:
         while not ended.is_set():
             try:
-                answers.append(httpx.post(server.url + "/predict", content=png(70), headers=PNG, timeout=60))
+                answers.append(HTTP.post(server.url + "/predict", content=png(70), headers=PNG))
             except httpx.HTTPError:
                 return
 

@@ -36,7 +36,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """The method and the body, in 1 s where the path is ``/slow``, and without the body where it is ``/early``."""
+    """The method and the body, in 0.2 s where the path is ``/slow``, and without the body where it is ``/early``."""
     body = scope["method"].encode() + b" "
     more = scope["path"] != "/early"
     while more:
@@ -44,7 +44,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
         body += message["body"]
         more = message["more_body"]
     if scope["path"] == "/slow":
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.2)
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -222,8 +222,7 @@ async def test_a_connection_gets_a_moment_for_its_first_request_when_the_server_
         assert await reader.read() == b""
 
 
-STUCK = b"GET /60000 HTTP/1.1\r\nhost: a\r\n\r\n"
-"""Its answer does not make the transport pause the writer."""
+STUCK = b"GET /60000 HTTP/1.1\r\nhost: a\r\n\r\n"  # Its answer does not make the transport pause the writer
 
 
 @pytest.mark.parametrize("end", ["close", "idle", "half closed"])

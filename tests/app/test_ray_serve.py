@@ -22,7 +22,7 @@ from app.ray_serve import Replica, replicas_for_images
 from tests.app.fakes import FakeModel, png
 from tests.app.support import PNG, until
 from tests.conftest import ROOT, SHIPPED_BUNDLE
-from tests.served import GUARD_SECONDS, command_line, is_alive, serve_shipped
+from tests.served import GUARD_SECONDS, HTTP, command_line, is_alive, serve_shipped
 
 EXAMPLES = sorted((ROOT / "artifacts/dirty-mnist-resnet18/examples").glob("*.png"))
 CONFIG = ROOT / "deploy/ray/serve.yaml"
@@ -145,14 +145,14 @@ class Cluster:
         wait(lambda: serve.status().applications["psc"].status == "RUNNING" and len(replica_processes()) == replicas)
 
     def predict(self, image: bytes) -> httpx.Response:
-        return httpx.post(self.url + "/predict", content=image, headers=PNG, timeout=GUARD_SECONDS)
+        return HTTP.post(self.url + "/predict", content=image, headers=PNG)
 
     def answer(self, image: bytes) -> dict[str, Any]:
         document: dict[str, Any] = self.predict(image).raise_for_status().json()
         return document
 
     def counted(self, metric: str = "psc_predictions_total", by: str = "label") -> Counter[str]:
-        text = httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=GUARD_SECONDS).text
+        text = HTTP.get(f"http://127.0.0.1:{self.metrics_port}/metrics").text
         rows = (line for line in text.splitlines() if line.startswith(f"{metric}{{"))
         counts = {row.split(f'{by}="')[1].split('"')[0]: int(float(row.rsplit(" ", 1)[1])) for row in rows}
         return Counter({label: count for label, count in counts.items() if count})
@@ -187,7 +187,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:::ray.*", "ignore::ResourceWarni
 def test_two_replicas_answer_and_count_as_one_service(cluster: Cluster) -> None:
     files = [path.read_bytes() for path in EXAMPLES]
     with serve_shipped("--threads=1") as url:
-        expected = [httpx.post(url + "/predict", content=f, headers=PNG).json()["predictions"] for f in files]
+        expected = [HTTP.post(url + "/predict", content=f, headers=PNG).json()["predictions"] for f in files]
     cluster.deploy()
     sent: Counter[str] = Counter()
     pids = replica_processes()
@@ -254,7 +254,7 @@ def test_waiting_images_bring_a_second_replica(cluster: Cluster) -> None:
 
     def load() -> None:
         while not done.is_set():
-            httpx.post(cluster.url + "/predict", files=images, timeout=GUARD_SECONDS)
+            HTTP.post(cluster.url + "/predict", files=images)
 
     threads = [threading.Thread(target=load) for _ in range(4)]
     try:

@@ -254,15 +254,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("density.sizes", {"dim": 10**9, "kept": 10**9, "classes": 10}, "dim"),
     ("density.sizes.kept", 10**9, "sizes"),
     ("density.record", {"components": "41"}, "record"),
-    ("head.kind", "duq", "tensors"),
-    ("head.sizes", {}, "sizes.classes"),
-    ("calibration.images", 10**9, "calibration"),
-    ("calibration.images", 0, "images"),
-    ("metrics", {"x": "\ud800"}, "metrics"),
-    ("provenance", {"\udfff": 1}, "provenance"),
-    ("collapse", {"notes": ["\ud800"]}, "notes"),
-    ("files", {}, "files"),
-]
+    ("head.kind", "duq", "tensors"), ("head.sizes", {}, "sizes.classes"),
+    ("calibration.images", 10**9, "calibration"), ("calibration.images", 0, "images"),
+    ("metrics", {"x": "\ud800"}, "metrics"), ("provenance", {"\udfff": 1}, "provenance"),
+    ("collapse", {"notes": ["\ud800"]}, "notes"), ("files", {}, "files"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("where", "value", "message"), WRONG, ids=[f"{w}={str(v)[:20]}" for w, v, _ in WRONG])

@@ -74,7 +74,7 @@ def rejected_or_finite(bundle: Path) -> None:
     model.pipeline.explain(images)
 
 
-@settings(NO_DEADLINE, max_examples=150)
+@settings(NO_DEADLINE, max_examples=settings().max_examples * 3 // 2)
 @given(data=st.data())
 def test_edited_manifests(victim: tuple[Path, dict[str, Any]], data: st.DataObject) -> None:
     bundle, whole = victim
@@ -97,7 +97,7 @@ def test_edited_manifests(victim: tuple[Path, dict[str, Any]], data: st.DataObje
     rejected_or_finite(bundle)
 
 
-@settings(NO_DEADLINE, max_examples=80)
+@settings(NO_DEADLINE, max_examples=settings().max_examples * 4 // 5)
 @given(
     data=st.data(),
     flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=8),
@@ -117,7 +117,7 @@ def test_flipped_bits(victim: tuple[Path, dict[str, Any]], data: st.DataObject, 
         (bundle / f"{part}.safetensors").write_bytes(original)
 
 
-@settings(NO_DEADLINE, max_examples=60)
+@settings(NO_DEADLINE, max_examples=settings().max_examples * 3 // 5)
 @given(where=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
 @example(where=0.0, byte=0xEF)
 def test_one_changed_byte_of_the_manifest(victim: tuple[Path, dict[str, Any]], where: float, byte: int) -> None:

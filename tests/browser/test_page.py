@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from PIL import Image
@@ -34,7 +33,7 @@ from tests.app.fakes import (
 )
 from tests.app.live import live_server
 from tests.decisions import Decider
-from tests.served import GUARD_SECONDS
+from tests.served import GUARD_SECONDS, HTTP
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 CHROMEDRIVER = shutil.which("chromedriver")
@@ -282,7 +281,7 @@ def test_shows_numbers_and_decides_by_their_intervals(driver: Driver, files: dic
             for name in names:
                 sent = {"images": (f"{name}.png", files[name].read_bytes())}
                 query = {} if max_width is None else {"max_width": max_width}
-                answer = httpx.post(f"{url}/predict", files=sent, params=query).json()["predictions"][0]
+                answer = HTTP.post(f"{url}/predict", files=sent, params=query).json()["predictions"][0]
                 known = "accept" if max_width is None and not answer["is_ood"] else answer["decision"]
                 assert decision_of(driver, f"{name}.png") == known, (name, max_width)
         assert errors(driver) == []
@@ -313,7 +312,7 @@ def test_sliders_decide_as_the_service_does(page: Driver, files: dict[str, Path]
         query = {name: value for name, value in query.items() if value is not None}
         for name in names:
             sent = {"images": (f"{name}.png", files[name].read_bytes())}
-            answer = httpx.post(f"{url}/predict", files=sent, params={"ambiguity_threshold": 9, **query}).json()
+            answer = HTTP.post(f"{url}/predict", files=sent, params={"ambiguity_threshold": 9, **query}).json()
             assert decision_of(page, f"{name}.png") == answer["predictions"][0]["decision"], (name, query)
     assert text(page, "#handed") == "Of 100 in-distribution images, 7 are handed to a person."
     assert "the service keeps its own" in text(page, "#own")
@@ -438,7 +437,7 @@ def test_why_tells_a_model_without_a_map_in_words(driver: Driver, files: dict[st
         driver.switch_to.active_element.send_keys("\ue007")
         until(find(driver, "#evidence")[0].is_displayed)
         assert "Nearest classes: " in text(driver, "#why") and "Most unusual components: " in text(driver, "#why")
-        assert httpx.get(f"{url}/models/m/live").json()["images"] == 0  # The page is no part of the stream.
+        assert HTTP.get(f"{url}/models/m/live").json()["images"] == 0  # The page is no part of the stream.
         assert errors(driver) == []
 
 
@@ -561,7 +560,7 @@ def test_a_busy_service_is_asked_again(driver: Driver, files: dict[str, Path]) -
         model.pipeline.check.clear()
         choose(driver, files["clear"], files["between"], files["strange"])
         refused = 'psc_rejected_total{reason="queue-full"}'
-        until(lambda: refused in httpx.get(f"{url}/metrics").text)
+        until(lambda: refused in HTTP.get(f"{url}/metrics").text)
         model.pipeline.check.set()
         until(lambda: text(driver, "#status") == "3 of 3 images classified.")
         assert find(driver, "[data-decision=error]:not([hidden])") == []
@@ -606,7 +605,7 @@ def test_a_request_that_fails_once_is_sent_again(driver: Driver, files: dict[str
         until(lambda: "3 classes" in content(driver, "#model"))
         until(lambda: find(driver, "#examples")[0].is_displayed())
         classify(driver, files["clear"], files["between"])
-        assert httpx.get(f"{url}/models/m/live").json()["images"] == 0  # None of them counts in drift.
+        assert HTTP.get(f"{url}/models/m/live").json()["images"] == 0  # None of them counts in drift.
         assert errors(driver) == []
 
 
@@ -641,7 +640,7 @@ def test_images_are_asked_again_when_their_model_was_reloaded(driver: Driver, fi
         driver.get(url)
         classify(driver, files["clear"])
         models["m"] = FakeModel("another-version")
-        httpx.post(f"{url}/admin/reload", headers={"x-api-key": "root"}).raise_for_status()
+        HTTP.post(f"{url}/admin/reload", headers={"x-api-key": "root"}).raise_for_status()
         driver.execute_script("window.sent.length = 0")
         choose(driver, files["between"])
         until(lambda: "another" in content(driver, "#model"))
@@ -708,7 +707,14 @@ def violations(driver: Driver) -> list[str]:
     return found
 
 
-@pytest.fixture(params=[(390, "light"), (390, "dark"), (1280, "light"), (1280, "dark")], ids=str)
+SCREENS = [
+    (390, "light"),
+    (1280, "dark"),
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ((390, "dark"), (1280, "light"))),
+]
+
+
+@pytest.fixture(params=SCREENS, ids=str)
 def screen(driver: Driver, request: pytest.FixtureRequest) -> tuple[int, str]:
     """A telephone or a desk, by day or by night; which of these."""
     resize(driver, *request.param)

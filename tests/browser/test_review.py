@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from psc_core.log.erase import erase
@@ -29,6 +28,7 @@ from tests.browser.test_page import (
     until,
     violations,
 )
+from tests.served import HTTP
 
 __all__ = ["chromium", "driver", "screen"]
 
@@ -48,7 +48,7 @@ def url(log: Log) -> Iterator[str]:
     ) as url:
         for path, values in (("predict", (64, 65, 255)), ("models/v/predict", (255,))):
             for value in values:
-                answer = httpx.post(f"{url}/{path}", content=png(value), headers={"content-type": "image/png"})
+                answer = HTTP.post(f"{url}/{path}", content=png(value), headers={"content-type": "image/png"})
                 assert answer.status_code == 200
         yield url
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ import shtab
 
 from app.cli import parser as serve_parser
 from app.client_cli import parser as predict_parser
+from benchmarks.report import SECTIONS, section, updated
+from benchmarks.runs import RESULTS
 from psc_core.cli.evaluate import parser as eval_parser
 from psc_core.cli.evaluate import report_parser as report_parser
 from psc_core.cli.fit import parser as fit_parser
@@ -22,6 +26,7 @@ from psc_core.cli.log import parser as log_parser
 from psc_core.cli.log import recalibrate_parser as recalibrate_parser
 from psc_core.cli.log import replay_parser as replay_parser
 from psc_core.cli.score import parser as score_parser
+from tests import warm
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -35,16 +40,10 @@ DOCUMENTS = sorted(
     ]
 )
 PARSERS = {
-    "psc-fit": fit_parser,
-    "psc-eval": eval_parser,
-    "psc-score": score_parser,
-    "psc-report": report_parser,
-    "psc-log": log_parser,
-    "psc-recalibrate": recalibrate_parser,
-    "psc-replay": replay_parser,
-    "psc-serve": serve_parser,
-    "psc-predict": predict_parser,
-}
+    "psc-fit": fit_parser, "psc-eval": eval_parser, "psc-score": score_parser, "psc-report": report_parser,
+    "psc-log": log_parser, "psc-recalibrate": recalibrate_parser, "psc-replay": replay_parser,
+    "psc-serve": serve_parser, "psc-predict": predict_parser,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -114,7 +113,7 @@ def test_readme_python_imports_exported_names() -> None:
 )
 def test_generated_tables_are_up_to_date(table: str, document: str) -> None:
     command = [sys.executable, "-m", "tests.docs.tables", table]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    printed = warm.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     lines = printed.splitlines()
     assert len(set(lines)) == len(lines)
     assert printed.strip() in (ROOT / "docs" / document).read_text(), f"{table}: put this into docs/{document}"
@@ -129,3 +128,50 @@ def test_documentation_site_builds_without_outside_hosts(tmp_path: Path) -> None
     assert {page.parent.name for page in pages} >= {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
     loaded = r'<(?:script|img|link)\b[^>]*\b(?:src|href)="(https?://[^"]+)"'
     assert [found for page in pages for found in re.findall(loaded, page.read_text())] == []
+
+
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?!\w)")
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_section_is_made_from_its_results(name: str) -> None:
+    text, page = section(RESULTS, name), (RESULTS / SECTIONS[name][0]).read_text()
+    if text is None:  # Of a device that nothing was measured on.
+        assert name.endswith("-cuda") and f"<!-- begin {name} -->" not in page
+    else:
+        assert updated(page, name, text) == page
+
+
+def headlines() -> Mapping[str, str]:
+    """Sections of the headline page that have a table, by title."""
+    parts = re.split(r"\n## ", (RESULTS / "README.md").read_text())[1:]
+    return {part.splitlines()[0]: part for part in parts if "\n|" in part}
+
+
+def check_known(cells: Iterable[str], known: Sequence[float]) -> None:
+    """Each decimal number of a table is one of those that are known, rounded."""
+    for text in NUMBER.findall("\n".join(cells)):
+        decimals, number = len(text.partition(".")[2]), float(text.replace(",", ""))
+        assert not decimals or any(abs(value - number) <= 0.500001 * 10**-decimals for value in known), text
+
+
+@pytest.mark.parametrize("title", headlines())
+def test_headline_numbers_are_on_the_page_they_link_to(title: str) -> None:
+    pages = set(re.findall(r"\]\(([a-z]+\.md)", headlines()[title]))
+    known = [float(text.replace(",", "")) for page in pages for text in NUMBER.findall((RESULTS / page).read_text())]
+    assert known
+    lines = (line for line in headlines()[title].splitlines() if line.startswith("|"))
+    check_known([line.partition("|")[2].partition("|")[2] for line in lines], known)
+
+
+def test_numbers_of_the_shipped_bundle_are_measured() -> None:
+    """By one of its two evaluations."""
+    page = (ROOT / "artifacts" / "README.md").read_text()
+    section = page.partition("### What it measures")[2].partition("\n## ")[0]
+    files = set(re.findall(r"\]\(\.\./benchmarks/results/(shipped[a-z-]*\.json)\)", section))
+    assert len(files) == 2
+    known: list[float] = []
+    for file in files:
+        json.loads((RESULTS / file).read_text(), parse_float=lambda text: known.append(abs(float(text))))
+    known += [100 * value for value in known] + [100 * (1 - value) for value in known]
+    check_known([line for line in section.splitlines() if line.startswith("|")], known)

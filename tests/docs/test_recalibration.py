@@ -20,12 +20,17 @@ ENTRIES = {
     "psc-replay": "psc_core.cli.log:replay_main",
 }
 GUARD_SECONDS = 1200
-READY = "until python -c \"import httpx; assert httpx.get('$URL/readyz').is_success\" 2> /dev/null; do sleep 0.2; done"
-LOGGED = "until python -m tests.docs.logged log 800; do sleep 0.2; done"
-SWAPPED = (
-    "until python -c \"import httpx; print(httpx.get('$URL/model').text)\" "
-    '| grep -q "$(python -m tests.docs.logged digits-2)"; do sleep 0.2; done'
-)
+READY = "wait-for readyz ''"
+LOGGED = """wait-for metrics 'psc_log_rows_total{model="digits",result="written"} 800.0'"""
+SWAPPED = """wait-for model "$(sed -n 's/.*"version": *"\\([0-9a-f]*\\)".*/\\1/p' digits-2/manifest.json | head -1)\""""
+WAIT_FOR = """
+import contextlib, os, sys, time, urllib.request
+found = None
+while found is None or sys.argv[2] not in found:
+    time.sleep(0.1)
+    with contextlib.suppress(OSError):
+        found = urllib.request.urlopen(f"{os.environ['URL']}/{sys.argv[1]}").read().decode()
+"""
 
 
 def test_the_circle_runs_as_it_stands(tmp_path: Path) -> None:
@@ -42,6 +47,7 @@ def test_the_circle_runs_as_it_stands(tmp_path: Path) -> None:
         module, function = entry.split(":")
         program = f"import sys\nfrom {module} import {function}\nsys.exit({function}())"
         (commands / name).write_text(f"#!{sys.executable}\n{program}\n")
+    (commands / "wait-for").write_text(f"#!{sys.executable} -S{WAIT_FOR}")
     for file in commands.iterdir():
         file.chmod(0o755)
     work = tmp_path / "work"
@@ -53,14 +59,10 @@ def test_the_circle_runs_as_it_stands(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PSC_")},
-        "PATH": f"{commands}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "PSC_PORT": str(port),
-        "PSC_DEVICE": "cpu",
-        "PSC_BACKEND": "folded",
-        "URL": (url := f"http://127.0.0.1:{port}"),
+        "PATH": f"{commands}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PSC_PORT": str(port),
+        "PSC_DEVICE": "cpu", "PSC_BACKEND": "folded", "URL": (url := f"http://127.0.0.1:{port}"),
         "PSC_CLIENT_URL": url,
-    }
+    }  # fmt: skip
     run = subprocess.run(
         ["bash", "-c", "\n".join(script)], cwd=work, env=environment, capture_output=True, text=True,
         timeout=GUARD_SECONDS, check=False,

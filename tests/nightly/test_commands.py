@@ -40,8 +40,7 @@ ELSEWHERE: Final = {
 }
 """First words of commands that are not run here, and why."""
 
-GALLERY: Final = "docs/gallery.md"
-"""Its Python blocks are lines of the examples: tests/test_examples.py runs these."""
+GALLERY: Final = "docs/gallery.md"  # Its Python blocks are lines of the examples: tests/test_examples.py runs these
 
 WALKED: Final = "docs/recalibration.md"
 """Its commands need each other: tests/docs/test_recalibration.py runs them in turn."""

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 import sys
 
 import pytest
+
+from tests import warm
 
 STEPS = """
 import resource, sys, threading
@@ -36,7 +37,7 @@ print(found[0])
 def test_large_tensors_fault_in_once(mebibytes: int) -> None:
     def faults(how: str) -> int:
         command = [sys.executable, "-c", STEPS, how, str(mebibytes)]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        return int(warm.run(command, capture_output=True, text=True, check=True).stdout)
 
     assert faults("keep") < 100 < faults("return")
 
@@ -61,6 +62,6 @@ print(resident_mib())
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
 def test_kept_memory_can_be_released() -> None:
-    run = subprocess.run([sys.executable, "-c", RELEASE], capture_output=True, text=True, check=True)
+    run = warm.run([sys.executable, "-c", RELEASE], capture_output=True, text=True, check=True)
     kept, released = map(int, run.stdout.split())
     assert kept - released > 56

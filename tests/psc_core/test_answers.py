@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 from pydantic import ValidationError
 
 from app.client import ClassificationOptions, Options, RegressionOptions
-from psc_core.answers import PredictQuery
+from psc_core.answers import PredictQuery, Target
+from psc_core.errors import UsageError
 from psc_core.tasks import TASKS
 
 
@@ -22,3 +23,22 @@ def test_the_client_has_an_option_for_each_parameter() -> None:
 def test_rejects_what_no_task_has(parameters: dict[str, str]) -> None:
     with pytest.raises(ValidationError):
         PredictQuery.model_validate_strings(parameters)
+
+
+def test_says_its_name_and_unit() -> None:
+    assert [str(Target(name="angle", unit="degrees")), str(Target(name="score"))] == ["angle, degrees", "score"]
+
+
+def test_needs_a_name() -> None:
+    with pytest.raises(ValidationError):
+        Target(name="")
+
+
+def test_one_name_however_it_is_written() -> None:
+    assert Target(name=" A\u0308ge\u00a0", unit="\u00b0C ") == Target(name="\u00c4ge", unit="\u00b0C")
+
+
+@pytest.mark.parametrize("name", ["", " ", 3, None, "x" * 201])
+def test_a_name_from_a_caller_is_checked(name: Any) -> None:
+    with pytest.raises(UsageError, match="name"):
+        Target.of(name)

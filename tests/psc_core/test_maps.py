@@ -41,18 +41,11 @@ from tests.reference import maps as naive
 @pytest.mark.parametrize(
     ("positions", "height", "width", "expected"),
     [
-        (49, 224, 224, Grid(7, 7)),
-        (197, 224, 224, Grid(14, 14, 1)),
-        (201, 224, 224, Grid(14, 14, 5)),
-        (14 * 20, 224, 320, Grid(14, 20)),
-        (15 * 10, 480, 320, Grid(15, 10)),
-        (4 * 6, 28, 40, Grid(4, 6)),
-        (1, 224, 224, None),
-        (9, 224, 224, None),
-        (12 * 14, 224, 224, None),
-        (128 * 128, 1024, 1024, None),
+        (49, 224, 224, Grid(7, 7)), (197, 224, 224, Grid(14, 14, 1)), (201, 224, 224, Grid(14, 14, 5)),
+        (14 * 20, 224, 320, Grid(14, 20)), (15 * 10, 480, 320, Grid(15, 10)), (4 * 6, 28, 40, Grid(4, 6)),
+        (1, 224, 224, None), (9, 224, 224, None), (12 * 14, 224, 224, None), (128 * 128, 1024, 1024, None),
     ],
-)
+)  # fmt: skip
 def test_known_layers(positions: int, height: int, width: int, expected: Grid | None) -> None:
     assert grid_of(positions, height, width) == expected
 

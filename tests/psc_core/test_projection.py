@@ -48,13 +48,9 @@ def random_projection(channels: int, d: int, c_proj: int, d_proj: int, seed: int
 
 
 @given(
-    n=st.integers(1, 4),
-    channels=st.integers(1, 4),
-    d=st.integers(2, 5),
-    c_proj=st.integers(1, 4),
-    d_proj=st.integers(1, 4),
-    seed=st.integers(0, 50),
-)
+    n=st.integers(1, 4), channels=st.integers(1, 4), d=st.integers(2, 5), c_proj=st.integers(1, 4),
+    d_proj=st.integers(1, 4), seed=st.integers(0, 50),
+)  # fmt: skip
 def test_module_matches_the_loop(n: int, channels: int, d: int, c_proj: int, d_proj: int, seed: int) -> None:
     p = random_projection(channels, d, c_proj, d_proj, seed)
     x = torch.randn(n, channels, d, generator=torch.Generator().manual_seed(seed))
@@ -267,14 +263,9 @@ def sample(n: int, classes: int, c: int, d: int, seed: int, scale: float = 1.0) 
 
 
 @given(
-    n=st.integers(2, 30),
-    classes=st.integers(2, 4),
-    c=st.integers(1, 4),
-    d=st.integers(1, 4),
-    size=st.integers(1, 20),
-    seed=st.integers(0, 99),
-    scale=st.sampled_from([1e-6, 1.0, 1e6]),
-)
+    n=st.integers(2, 30), classes=st.integers(2, 4), c=st.integers(1, 4), d=st.integers(1, 4),
+    size=st.integers(1, 20), seed=st.integers(0, 99), scale=st.sampled_from([1e-6, 1.0, 1e6]),
+)  # fmt: skip
 def test_prefix_sums_match_the_sweep(n: int, classes: int, c: int, d: int, size: int, seed: int, scale: float) -> None:
     z, labels = sample(n, classes, c, d, seed, scale)
     scatter = ClassScatter(classes, c * d, by_column=True)

@@ -133,19 +133,11 @@ def test_other_text_is_refused(kind: Callable[[str], Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("max_images", 0),
-        ("minimum_dim", -3),
-        ("max_memory", -5),
-        ("seed", 2**70),
-        ("epsilon", 1.0),
-        ("alpha", 0.0),
-        ("coverage", 95.0),
-        ("risk", float("nan")),
-        ("max_width", float("inf")),
-        ("epsilon", "a"),
+        ("max_images", 0), ("minimum_dim", -3), ("max_memory", -5), ("seed", 2**70), ("epsilon", 1.0),
+        ("alpha", 0.0), ("coverage", 95.0), ("risk", float("nan")), ("max_width", float("inf")), ("epsilon", "a"),
         ("precision", "fp8"),
     ],
-)
+)  # fmt: skip
 def test_values_out_of_range_are_refused_at_both_doors(name: str, wrong: Any) -> None:
     for door in (lambda: FitSettings(**{name: wrong}), lambda: FitSettings().changed({name: wrong})):
         with pytest.raises(UsageError, match=f"expected {name} "):

@@ -25,8 +25,7 @@ INSTRUMENTED: Final = [
 ]  # fmt: skip
 """The modules whose coverage guides the search."""
 
-HANG_SECONDS: Final = 60
-"""Longer than any input takes on a busy machine."""
+HANG_SECONDS: Final = 60  # Longer than any input takes on a busy machine
 
 MEMORY_MIB: Final = 4096
 

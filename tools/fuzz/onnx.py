@@ -20,8 +20,7 @@ OUTPUTS: Final = 2
 MAX_TEXT: Final = 2000
 
 MODEST_BYTES: Final = 1 << 24
-MODEST_OPERATIONS: Final = 1 << 24
-"""A graph that takes more for an image is checked only."""
+MODEST_OPERATIONS: Final = 1 << 24  # A graph that takes more for an image is checked only
 
 
 def graph(*middle: onnx.NodeProto, **constants: object) -> bytes:

@@ -24,7 +24,7 @@ from psc_core.answers import REGRESSION_SCORES, ClassificationResponse, Regressi
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
 from tests.app.support import PNG, until
-from tests.served import GUARD_SECONDS, serve
+from tests.served import HTTP, serve
 
 ALLOW = "tests.tiny:network"
 ADMIN = {"x-api-key": "root"}
@@ -120,7 +120,7 @@ def test_psc_serve_starts_answers_and_stops(tiny_bundle: Path, digits: list[byte
     with serve(*flags, ready=False, program=[installed]) as server:
         server.process.send_signal(signal.SIGHUP)  # There is nothing to reload yet.
         server.wait_ready()
-        response = httpx.post(server.url + "/predict", content=digits[0], headers=PNG, timeout=GUARD_SECONDS)
+        response = HTTP.post(server.url + "/predict", content=digits[0], headers=PNG)
         assert response.status_code == 200
         assert server.terminate() == 0
         assert any('"message":"model ready"' in line for line in server.log)

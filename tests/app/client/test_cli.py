@@ -18,6 +18,7 @@ from app import client_cli as cli
 from tests.app.client.support import MODEL, Reply, Script, answer, numbers, problem
 from tests.app.fakes import FakeModel, FakePipelineWithMap, pixels, png
 from tests.app.live import live_server
+from tests.served import HTTP
 
 
 def run_cli(script: Script, *arguments: str, environment: dict[str, str] | None = None) -> int:
@@ -142,7 +143,7 @@ def test_maps_of_the_real_service(tmp_path: Path, capsys: pytest.CaptureFixture[
     with live_server({"m": model}) as url:
         own = ["-r", str(tmp_path), "--url", url, "--maps", str(tmp_path / "maps"), "--no-monitor"]
         assert cli.main(own) == 2
-        assert 'psc_unmonitored_images_total{model="m",reason="asked"} 2.0' in httpx.get(f"{url}/metrics").text
+        assert 'psc_unmonitored_images_total{model="m",reason="asked"} 2.0' in HTTP.get(f"{url}/metrics").text
         taken = tmp_path / "taken"
         taken.write_text("")
         assert cli.main([str(tmp_path / "a" / "same.png"), "--url", url, "--maps", str(taken)]) == 2

@@ -41,6 +41,7 @@ def test_networks_of_transformers_are_fitted(kind: str, digit_folders: tuple[Pat
     pytest.importorskip("transformers", reason="the networks are transformers'")
     spec = f"hf:{folders.save_transformer(tmp_path, folders.transformer(kind))}"
     train, val = opened(folders.Job(tmp_path, *digit_folders), spec)
+    train = train.subset(torch.arange(0, len(train), 3))
     net = load_network(spec, num_classes=len(train.classes))
     settings = FitSettings(device="cpu", minimum_dim=4, ood_score="density", coverage=0.9, granularity="blocks")
     chosen = measure_collapse(net, train, val, settings=settings).choose()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import BundleError, NetworkError
 from psc_core.network.load import load_network
 from psc_core.pipeline import available_backends, pipeline_on
+from tests import warm
 
 Saved = tuple[PSC, Path]
 Images = tuple[ImageDataset, ImageDataset]
@@ -25,14 +25,9 @@ Images = tuple[ImageDataset, ImageDataset]
 def sequential() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3, stride=2),
-        nn.ReLU(),
-        nn.Conv2d(8, 12, 3, stride=2),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(12, 10),
-    ).eval()
+        nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 12, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(12, 10),
+    ).eval()  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +94,7 @@ def test_a_bundle_needs_neither_torchvision_nor_the_code(live: Saved) -> None:
         "import numpy as np\n"
         "print(model.predict([np.zeros((28, 28), np.uint8)]).decision)\n"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = warm.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "abstain" in found.stdout or "accept" in found.stdout
 
 

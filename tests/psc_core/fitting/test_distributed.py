@@ -1,13 +1,13 @@
-"""A whole fit by two processes (Gloo, under torch's launcher) is the fit by one."""
+"""A whole fit by two processes (Gloo, with the environment of torch's launcher) is the fit by one."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -20,11 +20,12 @@ from psc_core.cli import fit as cli
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
 from psc_core.model import PSC
+from tests import warm
 from tests.conftest import ROOT, TinyJob
 from tests.tiny import network
 
 PROGRAM = """
-import os, sys
+import sys
 import torch
 from tests.psc_core.fitting.test_distributed import main
 torch.set_num_threads(1)
@@ -76,16 +77,18 @@ def launch(folder: Path, args: list[str]) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    (folder / "program.py").write_text(PROGRAM)
-    flags = f"--nproc-per-node 2 --master-port {port} --redirects 3 --log-dir".split()
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, str(folder / "logs"), str(folder / "program.py")]
-    command += [str(folder), *args, "--distributed"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    logs = [next(folder.glob(f"logs/**/{rank}/stdout.log")).read_text() for rank in range(2)]
-    errors = "".join(log.read_text() for log in folder.glob("logs/**/stderr.log"))
-    assert done.returncode == 0, done.stderr + errors
-    return logs
+    shared = {"CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", PROGRAM, str(folder), *args, "--distributed"]
+    started = [
+        warm.Process(
+            command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True,
+            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"},
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    said = [process.communicate(timeout=240) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    return [printed for printed, _ in said]
 
 
 def test_two_processes_fit_what_one_fits(tiny_job: TinyJob, data_root: Path, tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from psc_core.heads import softmax
 from psc_core.images.preprocess import PRESETS
 from psc_core.linalg import ClassScatter, class_pairs
 
-BYTES_AN_IMAGE = 100
-"""Labels, offsets and positions, and as much again while they are put in order."""
+BYTES_AN_IMAGE = 100  # Labels, offsets and positions, and as much again while they are put in order
 
 
 CLASSES = 4
@@ -76,7 +75,7 @@ def maximum_bytes(images: int) -> int:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 64, 7, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     net = net.append(nn.Linear(64, CLASSES)).eval()
-    train, val = repeated(images, seed=0), repeated(400, seed=1)
+    train, val = repeated(images, seed=0), repeated(200, seed=1)
     with LiveBytes() as live:
         chosen = measure_collapse(net, train, val, settings=SETTINGS).choose("0")
         projection = fit_projection(net, chosen, train, val, c_proj=64, d_proj=8, settings=SETTINGS)
@@ -89,7 +88,7 @@ def test_memory_does_not_grow_with_images(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(softmax, "CURVATURE_EXAMPLES", 500)
     monkeypatch.setattr(softmax, "CURVATURE_EXAMPLES_PER_COLUMN", 1)
     monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1e2, 1e1))
-    few, many = 800, 2000  # rows of 576 columns: more than any block
+    few, many = 500, 1100  # rows of 576 columns: more than any block
     growth = (maximum_bytes(many) - maximum_bytes(few)) / (many - few)
     assert growth < BYTES_AN_IMAGE, f"{growth:.0f} bytes an image"
 

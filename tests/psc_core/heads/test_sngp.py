@@ -52,15 +52,9 @@ def test_length_scale_matches_search(stripes: int, seed: int, monkeypatch: pytes
     val, val_labels = torch.rand(40, 2, generator=random), torch.arange(40) % 2
     val[:, 0] = (val[:, 0] + torch.arange(40) % stripes) / stripes
     data = ClassifierData(
-        train=phi(z),
-        train_labels=labels,
-        weights=torch.ones(len(z)).double(),
-        selection=phi(val)[:].float(),
-        selection_labels=val_labels,
-        num_classes=2,
-        seed=seed,
-        standardisation=phi,
-    )
+        train=phi(z), train_labels=labels, weights=torch.ones(len(z)).double(), selection=phi(val)[:].float(),
+        selection_labels=val_labels, num_classes=2, seed=seed, standardisation=phi,
+    )  # fmt: skip
     expected = naive.length_scale(
         phi(z)[:], labels, phi(val)[:], val_labels, omega.double(), phases.double(), precision=0.1
     )

@@ -113,14 +113,9 @@ def test_resizes_by_the_named_filter(interpolation: str) -> None:
 
 
 @given(
-    shorter=st.integers(1, 400),
-    ratio=st.floats(1, 2),
-    is_tall=st.booleans(),
-    grey=st.booleans(),
-    resize=st.sampled_from([None, 96, 110]),
-    interpolation=st.sampled_from(INTERPOLATIONS),
-    seed=st.integers(0, 9),
-)
+    shorter=st.integers(1, 400), ratio=st.floats(1, 2), is_tall=st.booleans(), grey=st.booleans(),
+    resize=st.sampled_from([None, 96, 110]), interpolation=st.sampled_from(INTERPOLATIONS), seed=st.integers(0, 9),
+)  # fmt: skip
 def test_torch_differs_by_one_from_pillow_along_rows_then_along_columns(
     shorter: int, ratio: float, is_tall: bool, grey: bool, resize: int | None, interpolation: str, seed: int
 ) -> None:
@@ -162,18 +157,10 @@ def test_torch_never_resizes_to_much_more_than_the_image_or_the_input(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"mode": "CMYK"},
-        {"interpolation": "nearest"},
-        {"resizer": "magick"},
-        {"background": "grey"},
-        {"mean": (0.5, 0.5)},
-        {"std": (0.0,)},
-        {"height": 0},
-        {"height": 1 << 18},
-        {"resize": 10},
-        {"resize": 8193},
+        {"mode": "CMYK"}, {"interpolation": "nearest"}, {"resizer": "magick"}, {"background": "grey"},
+        {"mean": (0.5, 0.5)}, {"std": (0.0,)}, {"height": 0}, {"height": 1 << 18}, {"resize": 10}, {"resize": 8193},
     ],
-)
+)  # fmt: skip
 def test_rejects_invalid_settings(fields: dict[str, object]) -> None:
     good = {"mode": "L", "height": 28, "width": 28, "resize": None, "mean": (0.1,), "std": (0.3,)}
     with pytest.raises(UsageError, match="expected"):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,6 +100,13 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
 }
 
 
+def nightly(names: Iterable[str]) -> list[Any]:
+    """Large networks that are much like others among these are cut at night."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("vgg11", "convnext_tiny") else name for name in names
+    ]
+
+
 def build(name: str) -> tuple[nn.Module, Tensor]:
     spec, model_args, shape = CASES[name]
     torch.manual_seed(0)
@@ -154,7 +161,7 @@ def test_cutting_does_not_change_network() -> None:
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
 
 
-@pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", "vit_b_16", "swin_t"])
+@pytest.mark.parametrize("name", nightly(["resnet18", "convnext_tiny", "vit_b_16", "swin_t"]))
 @torch.inference_mode()
 def test_graph_compiles_and_reads_channels_last(name: str) -> None:
     net, x = build(name)
@@ -409,7 +416,7 @@ def test_other_precisions_become_single(dtype: torch.dtype) -> None:
     assert readable_copy(single).get_buffer("mean").dtype == torch.double
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", nightly(CASES))
 @torch.inference_mode()
 def test_layers_and_logits_equal_hooks_and_survive_a_bundle(name: str) -> None:
     net, x = build(name)

@@ -376,12 +376,9 @@ VIT: Final = on_the_hub(
 
 
 CONVNEXT: Final = on_the_hub(
-    "convnext",
-    feature_extractor_type="ConvNextFeatureExtractor",
-    crop_pct=0.875,
-    resample=3,
+    "convnext", feature_extractor_type="ConvNextFeatureExtractor", crop_pct=0.875, resample=3,
     size={"shortest_edge": 224},
-)
+)  # fmt: skip
 
 
 EFFICIENTNET: Final = on_the_hub(
@@ -396,12 +393,8 @@ LEVIT: Final = on_the_hub(
 )  # fmt: skip
 HALF = [0.5] * 3
 PRETRAINED: Final = {
-    "input_size": [3, 224, 224],
-    "interpolation": "bicubic",
-    "crop_pct": 0.9,
-    "mean": HALF,
-    "std": HALF,
-}
+    "input_size": [3, 224, 224], "interpolation": "bicubic", "crop_pct": 0.9, "mean": HALF, "std": HALF,
+}  # fmt: skip
 
 
 TIMM: Final = {

@@ -267,7 +267,7 @@ def psc(shipped_bundle: Path) -> PSC:
 
 def images(data_root: Path, name: str) -> Tensor:
     return next(
-        iter(open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"]).batches(200))
+        iter(open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"]).batches(100))
     ).images
 
 

@@ -25,15 +25,9 @@ X = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 def convolutional() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.Conv2d(8, 6, 3),
-        nn.MaxPool2d(2),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(6, 4),
-    ).eval()
+        nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.MaxPool2d(2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4),
+    ).eval()  # fmt: skip
 
 
 def written(net: nn.Module, file: Path, images: int | None = None, x: Tensor = X) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,9 +40,26 @@ from psc_core.scoring import (
     named_images,
     write,
 )
+from tests import warm
 from tests.conftest import ROOT, SHIPPED_BUNDLE
-from tests.psc_core.scoring.support import COUNT, PART, bytes_of, rows_of, run, write_hostile
 from tools.forge import ALLOW
+
+COUNT = 20
+PART = 6
+
+
+def run(source: Path, out: Path, *flags: str) -> None:
+    command = [str(source), "--bundle", str(SHIPPED_BUNDLE), "--out", str(out), "--device", "cpu"]
+    assert cli.main([*command, "--part-images", str(PART), "--format", "jsonl", *flags]) == 0
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    files = sorted(out.glob("part-*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def bytes_of(out: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in out.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +204,12 @@ def _spoil(packed: torch.Tensor) -> torch.Tensor:
 
 def test_a_hostile_folder_is_rows_with_errors(tmp_path: Path) -> None:
     images, out = tmp_path / "images", tmp_path / "out"
-    write_hostile(images)
+    images.mkdir()
+    (images / "good.png").write_bytes((SHIPPED_BUNDLE / "examples" / "clean.png").read_bytes())
+    os.mkfifo(images / "pipe.png")
+    (images / "zero.png").symlink_to("/dev/zero")
+    with (images / "sparse.png").open("wb") as file:
+        file.truncate(40 << 30)
     run(images, out)
     errors = {row["item"]: row["error"] for row in rows_of(out)}
     assert errors.pop("good.png") is None and set(errors) == {"pipe.png", "zero.png", "sparse.png"}
@@ -239,7 +263,7 @@ def test_a_killed_run_goes_on(folder: Path, scored: Path, tmp_path: Path) -> Non
     out = tmp_path / "out"
     command = [sys.executable, "-m", "psc_core.cli.score", str(folder), "--bundle", str(SHIPPED_BUNDLE)]
     options = ["--out", str(out), "--part-images", str(PART), "--format", "jsonl", "--device", "cpu"]
-    with subprocess.Popen([*command, *options], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+    with warm.Process([*command, *options], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         while not (out / "part-00000.jsonl").exists() and process.poll() is None:
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
@@ -312,7 +336,26 @@ def test_parquet_in_and_out(folder: Path, scored: Path, tmp_path: Path) -> None:
         list(named_images(tmp_path / "images.parquet", "number"))
 
 
-@pytest.mark.thorough
+def test_actors_write_what_one_process_writes(
+    folder: Path, scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows_here(shards: int, override_num_blocks: int) -> Any:
+        """Ray's data, in this process."""
+
+        def mapped(make: Callable[..., Any], *, fn_constructor_args: Any, concurrency: int, **_: Any) -> Any:
+            actors = [make(*fn_constructor_args) for _ in range(concurrency)]
+            return SimpleNamespace(iter_rows=lambda: (actors[row % concurrency]({"id": row}) for row in range(shards)))
+
+        assert override_num_blocks == shards
+        return SimpleNamespace(map=mapped)
+
+    monkeypatch.setattr("psc_core.scoring.needs", lambda *_: SimpleNamespace(range=rows_here))
+    run(folder, tmp_path / "out", "--ray", "2")
+    assert f"{COUNT + 1} images" in capsys.readouterr().out
+    assert bytes_of(tmp_path / "out") == bytes_of(scored)
+
+
+@pytest.mark.slow
 def test_ray_writes_what_one_process_writes(
     folder: Path, scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

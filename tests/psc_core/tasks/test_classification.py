@@ -16,7 +16,7 @@ import numpy.typing as npt
 import orjson
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
@@ -110,6 +110,7 @@ def naive_document(
     }
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(packed_outputs, fractions, policies, st.none() | st.integers(1, 4))
 def test_equals_the_naive_document(
     packed: FloatArray, probability: float, policy: ClassificationPolicy, top_k: int | None
@@ -325,24 +326,14 @@ def test_tensors_round_trip() -> None:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("ood_scores", None),
-        ("ood_scores", torch.Tensor.double),
-        ("ood_scores", lambda t: t.flip(0)),
-        ("ood_scores", lambda t: t * 1e30),
-        ("entropies", lambda t: t[:-1]),
-        ("entropies", lambda t: t * math.nan),
-        ("entropies", lambda t: t - 1),
-        ("labels", lambda t: t + 3),
-        ("labels", lambda t: t[0]),
-        ("labels", lambda t: t[:, None]),
-        ("labels", torch.Tensor.float),
-        ("error_bounds", None),
-        ("error_bounds", lambda t: t + 1),
-        ("error_bounds", lambda t: t * math.nan),
-        ("label_probabilities", lambda t: t + 1),
-        ("num_classes", torch.Tensor.int),
+        ("ood_scores", None), ("ood_scores", torch.Tensor.double), ("ood_scores", lambda t: t.flip(0)),
+        ("ood_scores", lambda t: t * 1e30), ("entropies", lambda t: t[:-1]), ("entropies", lambda t: t * math.nan),
+        ("entropies", lambda t: t - 1), ("labels", lambda t: t + 3), ("labels", lambda t: t[0]),
+        ("labels", lambda t: t[:, None]), ("labels", torch.Tensor.float), ("error_bounds", None),
+        ("error_bounds", lambda t: t + 1), ("error_bounds", lambda t: t * math.nan),
+        ("label_probabilities", lambda t: t + 1), ("num_classes", torch.Tensor.int),
     ],
-)
+)  # fmt: skip
 def test_rejects_unusable_tensors(name: str, change: Callable[[Tensor], Tensor] | None) -> None:
     tensors = dict(calibrate().tensors())
     tensor = tensors.pop(name)
