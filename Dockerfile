@@ -1,5 +1,5 @@
 # The service with the shipped bundle.  PyPI's torch wheels carry the CUDA libraries, so one image serves on a
-# GPU and on a CPU.  docs/deploy.md says how it is built without an engine, and smaller for CPUs alone.
+# GPU and on a CPU.  docs/deploy.md says how to build a smaller one for CPUs alone.
 #
 # The stages are cut so that a change of the code, or of a tool's options in pyproject.toml, rebuilds and ships
 # kilobytes: gigabytes follow only the list of dependencies and the lock.

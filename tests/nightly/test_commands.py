@@ -35,6 +35,9 @@ ELSEWHERE: Final = {
     "kubectl": "needs a cluster; tests/deploy validates its files",
     "serve": "needs a Ray cluster; tests/app/test_ray_serve.py runs the same application",
     "pip": "installs from an index",
+    "git": "tags and pushes",
+    "twine": "uploads to an index",
+    **dict.fromkeys(("python3", ".venv/bin/python"), "builds and installs a release"),
     "python": "the examples of the gallery, of tests/test_examples.py",
     **dict.fromkeys(("psc-log", "psc-recalibrate", "psc-replay", "ln", "kill"), "of tests/docs/test_recalibration.py"),
 }
@@ -63,7 +66,8 @@ def commands(document: str) -> list[str]:
 
 
 def is_run(command: str) -> bool:
-    return command.split()[0] not in ELSEWHERE and "--ray" not in command
+    first = command.split()[0]
+    return first not in ELSEWHERE and not first.startswith("out/") and "--ray" not in command
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -33,7 +33,7 @@ from tests.second_reader import SecondReader
 ALLOW = ("tests.tiny:network",)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "bundle-format.md"
 TEXT = DOCUMENT.read_text()
-WORDS = frozenset(re.findall(r"`([^`]+)`", TEXT))
+WORDS = frozenset(re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", TEXT, flags=re.DOTALL | re.MULTILINE)))
 CLASSIFICATION: dict[str, tuple[str, ...]] = {
     "tied-sngp": ("--density", "tied", "--head", "sngp", "--ood-score", "density"),
     "gda++-duq": ("--density", "gda++", "--head", "duq", "--no-second-scaling"),
