@@ -42,7 +42,7 @@ from psc_core.pipeline import MAP
 from psc_core.settings import Backend
 from psc_core.tasks.base import BaseDecisions, FloatArray, Outputs
 
-memory_logger = logging.getLogger("psc.models")
+logger = logging.getLogger("psc.models")
 
 # The number of a batch's feature maps in memory at once: an operation's input and output, and a shortcut past it.
 ALIVE: Final = 3
@@ -60,7 +60,7 @@ def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> N
     try:
         alive, operations = cost_of_an_image(model)
     except (RuntimeError, NotImplementedError):  # The meta device lacks an operation of a user's own network.
-        memory_logger.warning("the cost of the network is not known", extra={"model": model.name})
+        logger.warning("the cost of the network is not known", extra={"model": model.name})
         return
     needed, free = alive * max_batch, free_bytes(model.device)
     size = " × ".join(map(str, model.preprocess.shape[1:]))
@@ -138,9 +138,6 @@ def load_bundle(settings: Settings, name: str) -> FittedModel:
     # Before its first image, for which an oversized network would take minutes, or all memory.
     check_affordable(model, max_batch=settings.max_batch_size, seconds=settings.warmup_seconds)
     return model.probed()
-
-
-model_logger = logging.getLogger("psc.model")
 
 
 class Predicted(NamedTuple):
@@ -269,7 +266,7 @@ class ModelStarter:
             await engine.close(within_s=0)
             raise
         served = ServedModel(name, model, backend, engine, policy, recorder, log)
-        model_logger.info("%s: %s", name, served.headline)
+        logger.info("%s: %s", name, served.headline)
         return served
 
     def close(self) -> None:
@@ -289,9 +286,6 @@ class ModelStarter:
             threads=threads,
             compiled=settings.compile,
         )
-
-
-logger = logging.getLogger("psc.registry")
 
 
 class Registry:

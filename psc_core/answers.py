@@ -439,10 +439,16 @@ class RegressionResponse(Response):
 REGRESSION_SCORES: Final = scores_of(RegressionAnswer)  # names of the scores, in the order of their columns
 
 
+# Of every task, those with more members first: a document is the first whose required members it has.
+RESPONSES: Final[tuple[type[Response], ...]] = (RegressionResponse, ClassificationResponse)
+
+
 def response_type(document: Mapping[str, Any]) -> type[Response]:
     """Return the answer that a document claims to be: one with all members that it requires."""
-    required = {name for name, field in RegressionResponse.model_fields.items() if field.is_required()}
-    return RegressionResponse if required <= document.keys() else ClassificationResponse
+    for kind in RESPONSES:
+        if {name for name, field in kind.model_fields.items() if field.is_required()} <= document.keys():
+            return kind
+    return RESPONSES[-1]
 
 
 class PredictQuery(BaseModel):

@@ -10,10 +10,10 @@ projection, density, head and checks stay.  p-values, prediction sets or interva
 the n sampled images alone, each weighted (n,) by the inverse of the probability that it was drawn with.  Those of the
 fit no longer are like the images to come, and the rates of a mixture would hold for neither.
 
-:func:`read_sample`: people may have reviewed a part of the slice that they chose for its looks, which is no random
-sample.  So the images of each day are taken in the order of their digests, which is as good as random and is the order
-of ``psc-log review``, up to where fewer than :data:`REVIEWED` of them have a label.  An image counts once, however
-often it was sent.  Images labelled with a class (or a number) calibrate; none of the classes means out of
+:func:`read_sample`: people may have reviewed images of the random sample that they chose for their looks, and these are
+random no longer.  So the images of each day are taken in the order of their digests, which is as good as random and is
+the order of ``psc-log review``, up to where fewer than :data:`REVIEWED` of them have a label.  An image counts once,
+however often it was sent.  Images labelled with a class (or a number) calibrate; none of the classes means out of
 distribution.  Where nobody can tell, the image has no label that a prediction set could contain, so the rates hold for
 images that a person can put into a class.  Ambiguous images tend to be unusual, so they raise the alarm more often than
 α; every calibration says how many there are, and how many of them raise it.
@@ -46,7 +46,7 @@ from psc_core import __version__
 from psc_core.answers import BasePolicy
 from psc_core.bundle import HISTORY
 from psc_core.checks import (
-    DENSITY,
+    CONTENT,
     KINDS_KEY,
     MIXED,
     REAL,
@@ -223,7 +223,7 @@ class LoggedLabel:
     day: date  # of its first row
     sha256: str
     path: str
-    probability: float  # of being drawn into the slice
+    probability: float  # of being drawn into the random sample
     kind: str | None  # one of :data:`psc_core.log.labels.LABEL_KINDS`; None until somebody reviews it
     label: str | None
     label_time: datetime | None = None
@@ -236,8 +236,8 @@ class Sample:
     of_class: ImageDataset  # the images that show a class or have a number, labelled, in the order of their digests
     weights: Float[Tensor, " n"]  # how many images each of these stands for
     others: Mapping[str, ImageDataset]  # the images of another kind, by kind; their labels mean nothing
-    days: tuple[str, str]  # first and last day of the slice, ``YYYY-MM-DD``
-    logged: int  # number of logged images of the slice, reviewed or not
+    days: tuple[str, str]  # first and last day of the random sample, ``YYYY-MM-DD``
+    logged: int  # number of logged images of the random sample, reviewed or not
 
     def summary(self) -> str:
         """Return a sentence that counts the images by kind."""
@@ -290,7 +290,7 @@ def read_outside(
 ) -> ImageDataset:
     """Return the logged images outside the random sample labelled with a class or a number, each once, labelled.
 
-    An image whose bytes are also in the slice belongs to the slice.
+    An image whose bytes are also in the random sample belongs to it.
     """
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
@@ -305,7 +305,7 @@ def read_outside(
         raise UsageError(
             f"of the {len(logged)} logged images of {name} in {log.where} outside the random sample {reviewed} are "
             "reviewed and none of them has a label; label some (psc-log review without --sample), or leave out "
-            "--extend-density: images of the slice calibrate, so they extend nothing"
+            "--extend-density: images of the random sample calibrate, so they extend nothing"
         )
     return _labelled(log, model, sorted(of_class, key=lambda image: image.sha256))
 
@@ -424,7 +424,7 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
     }
     transforms = model.report.get("metrics", {}).get("checks", {}).get(KINDS_KEY, ())
     scorers = {times: pipeline.scorer for times, pipeline in pipelines.items()}
-    names = model.checks or (DENSITY,)
+    names = model.checks or (CONTENT,)
     values = _synthetic_values(scorers, names, real, compute, mixed=MIXED in transforms)
     inside = {times: of_transform[REAL] for times, of_transform in values.items()}
     checks = {times: fit_checks(names, inside[times], inside[times]) if model.checks else None for times in TIMES}

@@ -245,14 +245,14 @@ def log_p_values(
     return torch.addcmul(value, slope, values - start)
 
 
-DENSITY: Final = "content"  # as bundles and answers call the check that reads the model's density
+CONTENT: Final = "content"  # as bundles and answers call the check that reads the model's density
 CONFIDENCE: Final = "confidence"
-CHECKS: Final = (TEXTURE, DENSITY, CONFIDENCE)  # the names of all checks; a model has some of them, in this order
+CHECKS: Final = (TEXTURE, CONTENT, CONFIDENCE)  # the names of all checks; a model has some of them, in this order
 
 
 def check_values(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, "batch checks"]:
     """Return the values of the checks ``names``, from the scores of a :class:`psc_core.heads.base.Scored`."""
-    values = {DENSITY: -scores["log_density"]}
+    values = {CONTENT: -scores["log_density"]}
     if CONFIDENCE in names:
         values[CONFIDENCE] = scores["energy"]
     if TEXTURE in scores:

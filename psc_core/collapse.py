@@ -370,7 +370,7 @@ class CollapseReport:
         return ChosenLayer(tuple(layer.name for layer in chosen), reason, tuple(notes), self)
 
     def nc4_of(self, chosen: ChosenLayer) -> float | None:
-        """Return NC4 of the chosen layer's layer, the higher of two; None where another quality was measured."""
+        """Return NC4 of the chosen layer, of two the higher; None where another quality was measured."""
         return max(self.layer(name).quality for name in chosen.layers) if self.measure.of_means else None
 
     def to_json(self) -> dict[str, Any]:

@@ -241,7 +241,7 @@ def check_settings(settings: FitSettings, data: FitData) -> FitSettings:
     return settings
 
 
-Stage = TypeVar("Stage")
+AnyStage = TypeVar("AnyStage")
 
 
 class Checkpoint:
@@ -312,7 +312,7 @@ class Checkpoint:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def agree(stage: Stage | None, compute: Compute) -> Stage | None:
+def agree(stage: AnyStage | None, compute: Compute) -> AnyStage | None:
     """Return ``stage`` where every process has it, else None in all: files may be on the disk of one machine only."""
     have = compute.sum_(torch.tensor([float(stage is not None)]))
     return stage if int(have) == compute.world else None

@@ -39,7 +39,7 @@ from torch.nn import functional
 from psc_core.bundle import layers_of
 from psc_core.checks import (
     CONFIDENCE,
-    DENSITY,
+    CONTENT,
     KINDS_KEY,
     PATCHES,
     REAL,
@@ -198,11 +198,11 @@ def choose_checks(
     The layer is None where none lies before the chosen one.
     """
     reads_confidence, reason = data.task_type.confidence_check(ambiguous=data.is_ambiguous)
-    names: tuple[str, ...] = (DENSITY, CONFIDENCE) if reads_confidence else (DENSITY,)
+    names: tuple[str, ...] = (CONTENT, CONFIDENCE) if reads_confidence else (CONTENT,)
     values = synthetic_values(scorer, layers, textures, names, data, compute)
     energies = values[REAL].get(CONFIDENCE)
     if energies is not None and not vary(energies):
-        names = (DENSITY,)
+        names = (CONTENT,)
     choice = compare(values, names, tuple(textures), reason=reason)
     if not textures:
         return names, None, choice
@@ -270,7 +270,7 @@ def compare(values: Mapping[str, Values], names: Sequence[str], layers: Sequence
 
 
 def option_name(layer: str | None, names: Sequence[str]) -> str:
-    """Return the name of an option in tables, such as ``texture[layer1] + kind``."""
+    """Return the name of an option in tables, such as ``texture[layer1] + content``."""
     return " + ".join([*([] if layer is None else [f"{TEXTURE}[{layer}]"]), *names])
 
 

@@ -80,11 +80,8 @@ def parser() -> argparse.ArgumentParser:
         "psc: the head's; original: the network's own, scaled by a temperature; auto: the better on validation images"
     )
     _add_setting(group, "predictions", text)
-    for_classifier, for_regression = (", ".join(kinds) for kinds in HEAD_KINDS.values())
-    text = (
-        f"model that predicts from the features; for a classifier: {for_classifier}; for a regression: "
-        f"{for_regression}; laplace is the paper's (default: the first)"
-    )
+    kinds = "; ".join(f"for {task}: {', '.join(names)}" for task, names in HEAD_KINDS.items())
+    text = f"model that predicts from the features; {kinds}; laplace is the paper's (default: the first)"
     group.add_argument("--head", choices=sum(HEAD_KINDS.values(), ()), help=text)
     _add_setting(group, "alpha", "false-alarm rate of the OOD decision")
     _add_setting(group, "coverage", "coverage of the prediction sets, or of the intervals of a regression")

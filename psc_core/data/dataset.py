@@ -206,7 +206,7 @@ class Batch:
 class ImageDataset:
     """n labelled images, read through one :class:`Preprocess`; :func:`label_images` creates one.
 
-    For a regression each image has a number, and its label is the number's bin (:mod:`psc_core.data.dataset`).
+    For a regression each image has a number, and its label is the number's bin (:mod:`psc_core.tasks.regression`).
 
     Examples:
         >>> from psc_core import PRESETS, open_dataset

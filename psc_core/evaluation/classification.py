@@ -40,7 +40,7 @@ from psc_core.network.layers import list_layers
 from psc_core.network.load import bounded_size, load_network
 from psc_core.scoring import scored_batches
 from psc_core.settings import BATCH_IMAGES
-from psc_core.tasks.classification import ACCEPT
+from psc_core.tasks.classification import CODE_ACCEPT
 from psc_core.text import align
 
 
@@ -452,7 +452,7 @@ class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClas
                 ScoredImages(
                     ood={name: values.double().cpu() for name, values in scores.items()},
                     alarm=torch.from_numpy(decisions.is_ood),
-                    accepted=torch.from_numpy(decisions.decision == ACCEPT),
+                    accepted=torch.from_numpy(decisions.decision == CODE_ACCEPT),
                     entropy={name: entropy(p.double()).cpu() for name, p in probabilities.items()},
                     set_size=sets.sum(1),
                     predicted=predicted,

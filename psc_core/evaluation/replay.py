@@ -5,8 +5,8 @@ Only logged images can be answered again, and there are two samples of them.
 * The random sample is drawn from all answered images.  A row of it stands for ``1 / sample_probability`` images,
   so its fractions estimate those of all images, with an interval
   (:func:`psc_core.metrics.weighted_interval`).
-* All logged images, which include the slice, were mostly stored because of the decision on them.  Their counts hold for
-  these images alone, and say nothing about all images.
+* All logged images, which include the random sample, were mostly stored because of the decision on them.  Their
+  counts hold for these images alone, and say nothing about all images.
 
 A row counts as often as its image was sent; each distinct image passes through the network once.
 """
@@ -115,7 +115,7 @@ class Replay:
         return self._moves(np.ones(len(self.rows)))
 
     def sampled_moves(self) -> list[Moves]:
-        """Return how far the numbers in all answers moved; the largest move is that of the slice itself."""
+        """Return how far the numbers in all answers moved; the largest move is that of the sample itself."""
         return self._moves(np.array([row.weight or 0.0 for row in self.rows]))
 
     def _moves(self, weights: npt.NDArray[np.float64]) -> list[Moves]:

@@ -11,6 +11,6 @@ Every file appears whole under its final name, and the service never changes it 
 begin with a dot.  All rows of a file are from one bundle.  :func:`.store.open_log` opens a log,
 :func:`.store.read_rows` streams its rows, and :func:`.labels.join_labels` joins them with the last label on each image.
 
-The rows with ``sample`` true are a random sample of all images, drawn with the probability ``sample_probability``
+The rows with ``sampled`` true are a random sample of all images, drawn with the probability ``sample_probability``
 whatever the decision on them was.  Every other row was chosen for its content: calibrate on the random sample only.
 """

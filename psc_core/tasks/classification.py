@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from psc_core.evaluation.evaluate import Evaluator
     from psc_core.report.content import TaskReport
 
-ACCEPT, ABSTAIN_AMBIGUOUS, ABSTAIN_OOD = range(len(CLASSIFICATION_DECISIONS))
+CODE_ACCEPT, ABSTAIN_AMBIGUOUS, ABSTAIN_OOD = range(len(CLASSIFICATION_DECISIONS))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,7 +138,7 @@ class Calibration(BaseCalibration):
         is_ood = self.is_ood(outputs, policy)
         with np.errstate(over="ignore"):  # A threshold may be beyond every float32.
             is_clear = outputs["predictive_entropy"] <= policy.ambiguity_threshold  # NaN is not.
-        decision = np.where(is_clear, np.int8(ACCEPT), np.int8(ABSTAIN_AMBIGUOUS))
+        decision = np.where(is_clear, np.int8(CODE_ACCEPT), np.int8(ABSTAIN_AMBIGUOUS))
         decision[is_ood] = ABSTAIN_OOD
         return Decisions(
             is_ood=is_ood,
@@ -256,7 +256,7 @@ class ClassificationPrediction(BasePrediction):
         return tuple(self._columns()["prediction_set"])
 
 
-CONFIDENCE: Final = 0.95  # probability over calibration sets with which the error rate of accepted images is kept
+RISK_CONFIDENCE: Final = 0.95  # probability over calibration sets with which the error rate of accepted images is kept
 LARGEST_QUANTILE: Final = 0.95  # even a perfect classifier abstains on its most uncertain images
 
 
@@ -317,11 +317,11 @@ class Errors(NamedTuple):
         return torch.from_numpy(stats.beta.ppf(confidence, self.wrong + 1, correct_below)).nan_to_num(nan=1.0)
 
     def bounds_at(self, thresholds: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
-        """Return the bounds, with :data:`CONFIDENCE`, below any ascending thresholds, float32; 1 where none is."""
-        bounds = torch.cat([torch.ones(1, dtype=torch.float64), self.bounds(CONFIDENCE)])
+        """Return the bounds, with :data:`RISK_CONFIDENCE`, below any ascending thresholds, float32; 1 where none is."""
+        bounds = torch.cat([torch.ones(1, dtype=torch.float64), self.bounds(RISK_CONFIDENCE)])
         return bounds[torch.searchsorted(self.entropies, thresholds.double(), right=True)].float()
 
-    def threshold(self, risk: float, confidence: float = CONFIDENCE) -> float | None:
+    def threshold(self, risk: float, confidence: float = RISK_CONFIDENCE) -> float | None:
         """Return the largest entropy below which images are wrong at a rate of at most ``risk``, in nats.
 
         With ``confidence`` over calibration sets this holds.  The entropies are tested as thresholds in ascending
@@ -338,15 +338,15 @@ class Errors(NamedTuple):
     def lowest(self, risks: Sequence[float]) -> tuple[float, float] | None:
         """Return the lowest of ``risks`` that a threshold keeps, and that threshold; None if none of them is kept.
 
-        Each is tested with the confidence 1 − (1 − :data:`CONFIDENCE`) / m of m risks (Bonferroni), so that the one
-        which is chosen holds with :data:`CONFIDENCE`.
+        Each of m risks is tested with the confidence 1 − (1 − :data:`RISK_CONFIDENCE`) / m (Bonferroni), so that the
+        one which is chosen holds with :data:`RISK_CONFIDENCE`.
         """
-        confidence = 1 - (1 - CONFIDENCE) / len(risks)
+        confidence = 1 - (1 - RISK_CONFIDENCE) / len(risks)
         found = ((risk, self.threshold(risk, confidence)) for risk in sorted(risks))
         return next(((risk, threshold) for risk, threshold in found if threshold is not None), None)
 
 
-def first_test(count: int, risk: float, confidence: float = CONFIDENCE) -> int:
+def first_test(count: int, risk: float, confidence: float = RISK_CONFIDENCE) -> int:
     """Return the number of images that the smallest threshold accepts.
 
     It is four times as many as pass without an error, so that a single one does not end the tests, but at most half of
@@ -356,7 +356,7 @@ def first_test(count: int, risk: float, confidence: float = CONFIDENCE) -> int:
     return max(minimum, min(4 * minimum, count // 2))
 
 
-def fewest(risk: float, confidence: float = CONFIDENCE) -> int:
+def fewest(risk: float, confidence: float = RISK_CONFIDENCE) -> int:
     """Return the number of images that pass without an error."""
     return math.ceil(math.log(1 - confidence) / math.log(1 - risk)) + 1
 

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from psc_core.report.content import TaskReport
 
 FINITE: Final = (np.finfo(np.float32).min, np.finfo(np.float32).max)
-ACCEPT, ABSTAIN_UNCERTAIN, ABSTAIN_OOD = range(len(REGRESSION_DECISIONS))
+CODE_ACCEPT, ABSTAIN_UNCERTAIN, ABSTAIN_OOD = range(len(REGRESSION_DECISIONS))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,7 +102,7 @@ class Calibration(BaseCalibration):
     def decide(self, outputs: Outputs[FloatArray], policy: RegressionPolicy) -> Decisions:
         quantile = self.quantile(policy.coverage)
         is_ood = self.is_ood(outputs, policy)
-        decision = np.full(len(outputs), ACCEPT, np.int8)
+        decision = np.full(len(outputs), CODE_ACCEPT, np.int8)
         with np.errstate(over="ignore"):  # Ends beyond every float32 are the last one: JSON has no infinity.
             mean, half = outputs["mean"], quantile * np.hypot(outputs["aleatoric"], outputs["epistemic"])
             lower, upper = (np.clip(end, *FINITE).astype(np.float32) for end in (mean - half, mean + half))

@@ -37,7 +37,7 @@ from psc_core.heads.base import entropy
 from psc_core.tasks.base import FloatArray, Outputs, pack
 from psc_core.tasks.classification import (
     ABSTAIN_AMBIGUOUS,
-    CONFIDENCE,
+    RISK_CONFIDENCE,
     Calibration,
     Classification,
     Errors,
@@ -204,7 +204,7 @@ def test_ambiguity_threshold_matches_counting(images: list[tuple[float, bool]], 
     entropy = torch.tensor([value for value, _ in images])
     correct = torch.tensor([right for _, right in images])
     first = first_test(len(images), risk)
-    expected = naive.ambiguity_threshold(entropy, correct, risk, quantile, confidence=CONFIDENCE, first=first)
+    expected = naive.ambiguity_threshold(entropy, correct, risk, quantile, confidence=RISK_CONFIDENCE, first=first)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("psc_core.tasks.classification.LARGEST_QUANTILE", quantile)
         got = Errors.of(entropy, correct).threshold(risk)
@@ -251,7 +251,7 @@ def test_bounds_are_those_of_clopper_and_pearson(images: list[tuple[float, bool]
             assert bound == 1
         else:
             tail = math.fsum(math.comb(n, k) * bound**k * (1 - bound) ** (n - k) for k in range(errors + 1))
-            assert tail == pytest.approx(1 - CONFIDENCE, rel=1e-4)
+            assert tail == pytest.approx(1 - RISK_CONFIDENCE, rel=1e-4)
 
 
 @pytest.mark.parametrize(("n", "accuracy"), [(8, 0.5), (100, 0.7), (1000, 0.5)])
