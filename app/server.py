@@ -1,4 +1,11 @@
-"""Run the application under uvicorn, in one process or in uvicorn's own workers."""
+"""Run the application under uvicorn, in one process or in uvicorn's own workers, with limits for each connection.
+
+Uvicorn limits neither the size of a head nor the time it takes to arrive, nor trailers, which it reads as headers.  It
+waits for ever for a client that does not read its answer.  And it drops the body of a request that offers to upgrade
+the connection, as the first request of Java's HTTP client does.
+
+The limits are set in the callbacks of asyncio and httptools, and use only public names of uvicorn's class.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +20,302 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
+import httptools
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client.multiprocess import mark_process_dead
 from uvicorn.config import STARTUP_FAILURE
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.supervisors import Multiprocess
 
 from app.main import check, create_app, end_threads, linger_seconds, prepare_process, settle_heap
 from app.metrics import PROCESS_FILES
-from app.protocol import LimitedProtocol
 from app.service import Host, Service
 from app.settings import BACKLOG, Settings
 from app.tracing import log_config
 from psc_core.errors import ExitCode, UsageError
+
+# The longest request line with headers, and the most framing (chunk sizes, trailers) between two pieces of a body.
+MAX_HEAD_BYTES: Final = 1 << 16
+# The time for the first request on a connection that was accepted just before the server ended.
+FIRST_REQUEST_SECONDS: Final = 1.0
+
+
+def _refusal(status: bytes, text: bytes) -> bytes:
+    return (
+        b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n\r\n%s"
+        % (status, len(text), text)
+    )
+
+
+_INVALID: Final = _refusal(b"400 Bad Request", b"Invalid HTTP request received.")
+_TOO_LONG: Final = _refusal(
+    b"431 Request Header Fields Too Large",
+    b"expected at most %d bytes of request line and headers, got more\n" % MAX_HEAD_BYTES,
+)
+_VERSION: Final = _refusal(b"505 HTTP Version Not Supported", b"expected HTTP/1.0 or HTTP/1.1; use one of these\n")
+_HOST: Final = _refusal(b"400 Bad Request", b"expected one Host header, got more; send one\n")
+_EXPECTATION: Final = _refusal(b"417 Expectation Failed", b"expected Expect: 100-continue or none; leave it out\n")
+
+
+class _Refused(Exception):
+    """A complete head is refused; the argument is the answer."""
+
+
+class _Tunnel(Exception):
+    """The request is a CONNECT, after whose head the bytes are not HTTP."""
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection.  A request that arrives in one piece, on a connection that was used before, starts no timer.
+
+    At any time there is something that ends an open connection: a timer while the client owes us the rest of a head, or
+    of a body that nobody reads any more; the application while it has the request; uvicorn's timer while the connection
+    is idle.  Line ends between requests do not count as use of a connection.
+
+    A client may close its side after its last request and wait for the answers.  A client that has left closes its side
+    too, and the two look the same until something is written; only one that resets the connection has surely left.
+    """
+
+    def __init__(self, *arguments: Any, upload_seconds: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.url = b""
+        self._timeout_s = upload_seconds
+        self._in_head = True
+        self._read_bytes = 0
+        # Bytes received of the head, or since the last data of a body.  During parsing this is an upper bound: the
+        # bytes that have just arrived may hold the end of an earlier request as well.
+        self._head_bytes = 0
+        self._offered_head = b""
+        self._refused: bytes | None = None
+        self._client_timer: asyncio.TimerHandle | None = None
+        self._answer_timer: asyncio.TimerHandle | None = None
+        self._unread = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_client()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._end_client()
+        self._end_answer()
+
+    def shutdown(self) -> None:
+        # uvicorn would close this connection at once, though its first request may already be on the wire.
+        if self.cycle is None:
+            self.loop.call_later(FIRST_REQUEST_SECONDS, self._shutdown)
+        else:
+            self._shutdown()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the transport stays open, to answer the requests that were received completely."""
+        # asyncio's TLS cannot half-close.  Closed here, because the loop would wait without limit until all is sent.
+        if self.scheme == "https" or not self._answering() or self.cycle.more_body:
+            self._close()
+            return False
+        # A refusal that waits for the answers before it needs the connection, and ends it itself.
+        if self._refused is None:
+            self.cycle.keep_alive = False
+        return True
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused is not None:
+            return
+        self._read_bytes = len(data)
+        self._head_bytes += self._read_bytes
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as error:
+            # When a callback raises, httptools raises its own error, with that of the callback as the context.
+            if isinstance(error.__context__, _Refused):
+                self._refuse(error.__context__.args[0])
+            else:
+                self.logger.warning("Invalid HTTP request received.")
+                self._refuse(_INVALID)
+        else:
+            if self._in_head:
+                self._check_head(data)
+            elif self._head_bytes > MAX_HEAD_BYTES:
+                # Trailers without end, or a chunk size with extensions without end.
+                self._refuse(_TOO_LONG)
+
+    def _parse(self, data: bytes) -> None:
+        """Parse received bytes; after an offer to upgrade, parse the head again without the offer."""
+        rest: bytes | memoryview = data
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = memoryview(rest)[upgrade.args[0] :]
+            # httptools cannot resume a parser that stopped at an upgrade.  uvicorn makes its own parser as lenient.
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.parser.feed_data(self._offered_head)
+
+    def _check_head(self, data: bytes) -> None:
+        """Limit the size and the time of a head that is still incomplete."""
+        # A head that began in these data may follow other requests and bodies, whose bytes do not count.
+        if self._head_bytes == self._read_bytes:
+            line = self.parser.get_method() + b" " + self.url
+            self._head_bytes = len(data) - max(data.rfind(line), 0) if self.url else 1
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(_TOO_LONG)
+            return
+        self._end_idle()
+        if self._client_timer is None:
+            self._watch_client()
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._head_bytes = self._read_bytes
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if self._head_bytes > MAX_HEAD_BYTES and len(self._head(self.headers)) > MAX_HEAD_BYTES:
+            raise _Refused(_TOO_LONG)
+        self._check_fields()
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise _Tunnel
+            self._offered_head = self._head(header for header in self.headers if header[0] != b"upgrade")
+            return
+        self._end_idle()
+        if self._client_timer is not None:
+            self._end_client()
+        super().on_headers_complete()
+        # httptools reports trailers as headers, and uvicorn would append them to the list that the application reads.
+        self.headers = []
+        self._in_head = False
+
+    def _check_fields(self) -> None:
+        """Refuse what RFC 9112 and 9110 forbid and the parser lets through, except for a missing Host."""
+        if self.parser.get_http_version() not in ("1.0", "1.1"):
+            raise _Refused(_VERSION)
+        if sum(name == b"host" for name, _ in self.headers) > 1:
+            raise _Refused(_HOST)
+        if any(name == b"expect" and value.lower() != b"100-continue" for name, value in self.headers):
+            raise _Refused(_EXPECTATION)
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        # The head of an offered upgrade, which is parsed again without the offer.
+        if self._in_head:
+            return
+        self._head_bytes = 0
+        super().on_message_complete()
+        # The application answered without reading the body.  uvicorn does nothing when such a body ends, and would
+        # leave the connection without a timer from here on.
+        if self.cycle.response_complete:
+            self.cycle.more_body = False
+            self._end_client()
+            self._end_idle()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_closing()
+        # ``cycle`` belongs to the newest request, so if it is not complete, another pipelined request comes next.
+        if not self.cycle.response_complete:
+            return
+        if self._refused is not None:
+            self.transport.write(self._refused)
+            self._close()
+        elif self.cycle.more_body:
+            self._end_idle()
+            self._watch_client()
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _head(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in headers]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _refuse(self, answer: bytes) -> None:
+        """Refuse a request after the answers to those before it, and close the connection."""
+        if self._in_head and self._answering():
+            self._refused = answer
+        else:
+            self.transport.write(answer)
+            self._close()
+
+    def _close(self) -> None:
+        self.transport.close()
+        self._watch_closing()
+
+    def _shutdown(self) -> None:
+        super().shutdown()
+        self._watch_closing()
+
+    def _watch_closing(self) -> None:
+        """Limit how long a closing connection may take to send what was written to it."""
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._watch_answer()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._answer_timer is None:
+            self._watch_answer()
+
+    def resume_writing(self) -> None:
+        if not self.transport.is_closing():
+            self._end_answer()
+        super().resume_writing()
+
+    def _watch_answer(self) -> None:
+        self._end_answer()
+        self._unread = self.transport.get_write_buffer_size()
+        self._answer_timer = self.loop.call_later(self._timeout_s, self._check_answer)
+
+    def _check_answer(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unread:  # The client reads, if slowly.
+            self._watch_answer()
+        else:
+            self.transport.abort()
+
+    def _watch_client(self) -> None:
+        self._client_timer = self.loop.call_later(self._timeout_s, self._check_client)
+
+    def _check_client(self) -> None:
+        self._client_timer = None
+        # While an earlier request is being answered, uvicorn may have paused reading: the delay is ours, then.
+        if self._answering():
+            self._watch_client()
+        else:
+            self._close()
+
+    def _end_client(self) -> None:
+        if self._client_timer is not None:
+            self._client_timer.cancel()
+            self._client_timer = None
+
+    def _end_idle(self) -> None:
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
+
+    def _end_answer(self) -> None:
+        if self._answer_timer is not None:
+            self._answer_timer.cancel()
+            self._answer_timer = None
+
 
 # The seconds that a worker may take to start in place of another one, or may hang before it is replaced.
 _WORKER_TIMEOUT_S = 120

@@ -5,18 +5,10 @@ on other images (:func:`calibrate_pipeline`).  Both run n images through the net
 probabilities (n, K) come the task's calibration, the thresholds of its policy, and metrics of the n images, on the CPU.
 Where images stand for several others, ``weights`` (n,) says for how many.
 
-Later a bundle is calibrated again, on the random sample of a prediction log, with people's labels.  Network,
+Later a bundle is calibrated again, on the random sample of a prediction log (:mod:`psc_core.log.sample`).  Network,
 projection, density, head and checks stay.  p-values, prediction sets or intervals and the ambiguity threshold come from
 the n sampled images alone, each weighted (n,) by the inverse of the probability that it was drawn with.  Those of the
 fit no longer are like the images to come, and the rates of a mixture would hold for neither.
-
-:func:`read_sample`: people may have reviewed images of the random sample that they chose for their looks, and these are
-random no longer.  So the images of each day are taken in the order of their digests, which is as good as random and is
-the order of ``psc-log review``, up to where fewer than :data:`REVIEWED` of them have a label.  An image counts once,
-however often it was sent.  Images labelled with a class (or a number) calibrate; none of the classes means out of
-distribution.  Where nobody can tell, the image has no label that a prediction set could contain, so the rates hold for
-images that a person can put into a class.  Ambiguous images tend to be unusual, so they raise the alarm more often than
-α; every calibration says how many there are, and how many of them raise it.
 
 :func:`extend`: images outside the random sample, labelled as people liked, can extend the densities
 (:mod:`psc_core.density`).  Each counts as one more training image or as several equal ones, because of a new camera
@@ -31,13 +23,10 @@ the original network's predictions, and calibrates nothing, so that the rates ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date, datetime
-from itertools import groupby
 from typing import Any, Final
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -60,27 +49,14 @@ from psc_core.checks import (
 )
 from psc_core.compute import Compute, track_images
 from psc_core.conformal import check_rates, effective_count, equal_scores, thin
-from psc_core.data.dataset import ImageDataset, label_images
+from psc_core.data.dataset import ImageDataset
 from psc_core.density import EXAMPLES, can_extend, extend_density
 from psc_core.errors import UsageError, warn
 from psc_core.fit_data import FitJob
 from psc_core.fit_parts import round_floats
 from psc_core.heads.base import Scored
 from psc_core.images.preprocess import Pixels
-from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, join_labels, read_labels
-from psc_core.log.store import (
-    IMAGE_INDEX,
-    IMAGE_PATH,
-    REQUEST_ID,
-    SHA256,
-    Log,
-    LoggedImages,
-    arrow,
-    days_of,
-    is_stored,
-    logged_model,
-    read_rows,
-)
+from psc_core.log.sample import Sample
 from psc_core.maps import LayerMap
 from psc_core.metrics import auroc, in_practice
 from psc_core.model import TRIAL_IMAGES, FittedModel
@@ -209,148 +185,6 @@ def trial_of(calibration: ImageDataset) -> Tensor:
     """Return the first calibration images, which the model keeps for checking a copy of it."""
     first = calibration.subset(torch.arange(min(TRIAL_IMAGES, len(calibration))))
     return torch.cat([batch.images for batch in first.batches(TRIAL_IMAGES)])
-
-
-REVIEWED: Final = 0.95  # fraction of a day's images, up to the last that counts, that must have a label
-
-_COLUMNS: Final = ("time", REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "sample_probability")
-
-
-@dataclass(frozen=True)
-class LoggedLabel:
-    """A logged image, with the last label on it."""
-
-    day: date  # of its first row
-    sha256: str
-    path: str
-    probability: float  # of being drawn into the random sample
-    kind: str | None  # one of :data:`psc_core.log.labels.LABEL_KINDS`; None until somebody reviews it
-    label: str | None
-    label_time: datetime | None = None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The reviewed part of a random sample."""
-
-    of_class: ImageDataset  # the images that show a class or have a number, labelled, in the order of their digests
-    weights: Float[Tensor, " n"]  # how many images each of these stands for
-    others: Mapping[str, ImageDataset]  # the images of another kind, by kind; their labels mean nothing
-    days: tuple[str, str]  # first and last day of the random sample, ``YYYY-MM-DD``
-    logged: int  # number of logged images of the random sample, reviewed or not
-
-    def summary(self) -> str:
-        """Return a sentence that counts the images by kind."""
-        reviewed = len(self.of_class) + sum(map(len, self.others.values()))
-        others = "".join(f", {len(images)} {kind}" for kind, images in self.others.items())
-        equal = effective_count(self.weights)
-        counts = f", which count as {equal} drawn equally" if equal < len(self.of_class) else ""
-        return (
-            f"random sample from {self.days[0]} to {self.days[1]}: {self.logged} logged images, {reviewed} reviewed: "
-            f"{len(self.of_class)} of a class{counts}{others}"
-        )
-
-    def at(self, positions: Tensor) -> Sample:
-        """Return the sample with only the images of a class at these ``positions``."""
-        return replace(self, of_class=self.of_class.subset(positions), weights=self.weights[positions])
-
-
-def read_sample(
-    log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
-) -> Sample:
-    """Return the reviewed part of the random sample of some days, ``YYYY-MM-DD``, by any version of the model."""
-    name = logged_model(log, name)
-    days = days_of(log, name, since=since, until=until)
-    rows = read_rows(log, name, sampled=True, days=days, columns=list(_COLUMNS))
-    logged = images_of(join_labels(rows, read_labels(log), name))
-    if not logged:
-        span = f" from {days[0]} to {days[-1]}" if days else ""
-        raise UsageError(f"{log.where} has no logged sampled images of {name}{span}; serve with --log-sample")
-    reviewed = reviewed_of(logged)
-    if not any(image.kind == LABEL for image in reviewed):
-        raise UsageError(
-            f"of the {len(logged)} sampled images of {name} in {log.where}, each day's in the order of their digests, "
-            f"{len(reviewed)} are reviewed and none of them has a label; label those of psc-log review --sample: "
-            "others were chosen for what they look like, and no rate comes from them"
-        )
-    by_kind = {kind: [image for image in reviewed if image.kind == kind] for kind in (NONE_OF_THE_CLASSES, CANNOT_TELL)}
-    # In the order of their digests over all days: a part of them is as random a sample as the whole.
-    of_class = sorted((image for image in reviewed if image.kind == LABEL), key=lambda image: image.sha256)
-    return Sample(
-        _labelled(log, model, of_class),
-        torch.tensor([1 / image.probability for image in of_class], dtype=torch.float64),
-        {kind: _data(log, model, images) for kind, images in by_kind.items() if images},
-        (days[0], days[-1]),
-        len(logged),
-    )
-
-
-def read_outside(
-    log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
-) -> ImageDataset:
-    """Return the logged images outside the random sample labelled with a class or a number, each once, labelled.
-
-    An image whose bytes are also in the random sample belongs to it.
-    """
-    name = logged_model(log, name)
-    days = days_of(log, name, since=since, until=until)
-    sample, others = set(), []
-    for batch in join_labels(read_rows(log, name, days=days, columns=[*_COLUMNS, "sampled"]), read_labels(log), name):
-        is_sampled = batch["sampled"].to_pylist()
-        sample |= {sha256 for sha256, is_in in zip(batch[SHA256].to_pylist(), is_sampled, strict=True) if is_in}
-        others.append(batch.filter(arrow().array([not is_in for is_in in is_sampled])))
-    logged = [image for image in images_of(others) if image.sha256 not in sample]
-    if not (of_class := [image for image in logged if image.kind == LABEL]):
-        reviewed = sum(image.kind is not None for image in logged)
-        raise UsageError(
-            f"of the {len(logged)} logged images of {name} in {log.where} outside the random sample {reviewed} are "
-            "reviewed and none of them has a label; label some (psc-log review without --sample), or leave out "
-            "--extend-density: images of the random sample calibrate, so they extend nothing"
-        )
-    return _labelled(log, model, sorted(of_class, key=lambda image: image.sha256))
-
-
-def images_of(rows: Iterable[Any]) -> list[LoggedLabel]:
-    """Return each logged image of the rows once, with the latest label on any of its rows."""
-    found: dict[str, LoggedLabel] = {}
-    for batch in rows:
-        for row in batch.to_pylist():
-            sha256, path = row[SHA256], row[IMAGE_PATH]
-            if not is_stored(sha256, path):
-                continue
-            before = found.get(sha256)
-            kind, label, time = row["kind"], row["true_label"], row["label_time"]
-            if before and before.label_time and (time is None or before.label_time > time):
-                kind, label, time = before.kind, before.label, before.label_time
-            probability = max(row["sample_probability"], before.probability if before else 0.0)
-            day = before.day if before else row["time"].date()
-            found[sha256] = LoggedLabel(day, sha256, path, probability, kind, label, time)
-    return list(found.values())
-
-
-def reviewed_of(images: Iterable[LoggedLabel]) -> list[LoggedLabel]:
-    """Return the reviewed images that count: each day's, up to where :data:`REVIEWED` of the images so far are."""
-    ordered = sorted(images, key=lambda image: (image.day, image.sha256))
-    found: list[LoggedLabel] = []
-    for _, of_day in groupby(ordered, key=lambda image: image.day):
-        day = list(of_day)
-        is_labelled = np.array([image.kind is not None for image in day])
-        enough = is_labelled.cumsum() >= REVIEWED * np.arange(1, len(day) + 1)
-        end = int(enough.nonzero()[0].max()) + 1 if enough.any() else 0
-        found += [image for image in day[:end] if image.kind is not None]
-    return found
-
-
-def _labelled(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> ImageDataset:
-    """Return images that show a class or a number, labelled with it."""
-    said = [str(image.label) for image in images]
-    return model.task.relabelled(_data(log, model, images), said)
-
-
-def _data(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> ImageDataset:
-    source = LoggedImages(log, [image.path for image in images])
-    labels = torch.zeros(len(images), dtype=torch.int64)
-    return label_images(f"images of {log.where}", model.classes, source, labels, model.preprocess)
 
 
 TIMES: Final = (0, 1, 10, 100)  # numbers of training images that one image may stand for

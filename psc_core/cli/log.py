@@ -196,7 +196,8 @@ def recalibrate_parser() -> argparse.ArgumentParser:
 
 def recalibrate(args: argparse.Namespace) -> None:
     from psc_core.bundle import TRY_FOLDER, check_target
-    from psc_core.calibrate import read_outside, read_sample, recalibrate_from_sample, seen_examples
+    from psc_core.calibrate import recalibrate_from_sample, seen_examples
+    from psc_core.log.sample import read_outside, read_sample
     from psc_core.log.store import open_log
     from psc_core.model import load_model
     from psc_core.report import page

@@ -1,7 +1,7 @@
 """Choose and order logged images for people to review.
 
 :func:`review` mixes four lists, which take turns, each image once: the random sample, the newest day first and each day
-in the order of digests, so that its reviewed part is a random sample too (:mod:`psc_core.calibrate`); images near a
+in the order of digests, so that its reviewed part is a random sample too (:mod:`psc_core.log.sample`); images near a
 threshold, by the number of images between; the most unusual images, by OOD score; and diverse images, each the one
 farthest, in standardised scores and probabilities, from all chosen before.  Only the first list is a fair sample.
 

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from app.protocol import MAX_HEAD_BYTES, LimitedProtocol
+from app.server import MAX_HEAD_BYTES, LimitedProtocol
 from tests.app.support import clock, settled
 
 pytestmark = pytest.mark.anyio

@@ -31,8 +31,7 @@ from fastapi import FastAPI
 from PIL import Image
 
 from app.main import linger_seconds, network_threads
-from app.protocol import LimitedProtocol
-from app.server import METRICS_BYTES, LastAccepting, metrics_parent, uvicorn_config
+from app.server import METRICS_BYTES, LastAccepting, LimitedProtocol, metrics_parent, uvicorn_config
 from app.settings import load_settings
 from psc_core.errors import UsageError
 from tests import warm

@@ -14,13 +14,8 @@ from psc_core.bundle import HISTORY
 from psc_core.calibrate import (
     LARGEST_LOSS,
     TIMES,
-    LoggedLabel,
-    Sample,
     extend_pipeline,
-    read_outside,
-    read_sample,
     recalibrate_from_sample,
-    reviewed_of,
     seen_examples,
 )
 from psc_core.cli.fit import main as fit
@@ -30,6 +25,7 @@ from psc_core.errors import DataError, UsageError
 from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.labels import label_files, read_label_file, write_labels
+from psc_core.log.sample import LoggedLabel, Sample, read_outside, read_sample, reviewed_of
 from psc_core.log.store import Log, open_log
 from psc_core.model import FittedModel, load_model
 from psc_core.pipeline import Pipeline

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from app.http.feedback import Feedback
-from psc_core.calibrate import images_of, reviewed_of
 from psc_core.log.erase import erase
 from psc_core.log.labels import join_labels, read_labels
+from psc_core.log.sample import images_of, reviewed_of
 from psc_core.log.store import Log, open_log, read_rows
 from psc_core.model import FittedModel
 from tests.app.fakes import FakeModel, FakePipelineWithChecks, FakeValueModel, png
