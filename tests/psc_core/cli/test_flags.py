@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from psc_core import __version__
+from psc_core.cli import main as psc
+
 ENDS = {"--help": 0, "--version": 0, "": 2, "--unknown": 2}  # a flag, and the code that a command ends with
 
 
@@ -27,3 +30,15 @@ for flag in {[*ENDS]}:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     said = [line.split() for line in done.stderr.splitlines() if line.endswith((" True", " False"))]
     assert said == [[str(code), "False"] for code in ENDS.values()]
+
+
+def test_psc_runs_the_other_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("fit", "serve", "log"):
+        monkeypatch.setattr("sys.argv", ["psc", name, "--version"])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            psc()
+        assert capsys.readouterr().out == f"psc {__version__}\n"
+    monkeypatch.setattr("sys.argv", ["psc", "--help"])
+    assert psc() == 0 and all(name in capsys.readouterr().out for name in ("eval", "predict", "recalibrate"))
+    monkeypatch.setattr("sys.argv", ["psc", "nothing"])
+    assert psc() == 2 and "nothing" in capsys.readouterr().err
