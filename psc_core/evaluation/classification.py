@@ -178,8 +178,8 @@ def describe_acceptance(ood: str, found: Mapping[str, Acceptance], id_name: str)
     single = {name: value.ood_accepted for name, value in found.items() if name != DECISION}
     best = min(single, key=lambda name: single[name])
     return (
-        f"{ood}: the two thresholds accept {found[DECISION].ood_accepted:.1%} of it where they accept 95 % of "
-        f"{id_name}; one threshold on {best} accepts {single[best]:.1%}."
+        f"{ood}: at thresholds that accept 95 % of {id_name}, {100 * found[DECISION].ood_accepted:.3g} % of the OOD "
+        f"images are accepted too; with one threshold on {best}, {100 * single[best]:.3g} %."
     )
 
 
@@ -203,10 +203,13 @@ def compare_classifiers(classifiers: Mapping[str, Mapping[str, float]], metric: 
 
 def describe_rate(what: str, rate: ObservedRate) -> str:
     low, high = rate.calibrated_acceptance
-    return (
-        f"{what}: {rate.count} of {rate.images} ({rate.rate:.2%}), {rate.assessment} ({rate.nominal:.2%}; "
-        f"{low}…{high} expected at {rate.level:.0%})."
-    )
+    found = {
+        "as stated": f"As promised: {f'{low} to' if low else 'up to'} {high} can be chance",
+        "higher than stated": f"More than promised: up to {high} can be chance",
+        "lower than stated": f"Fewer than promised: down to {low} can be chance",
+    }
+    measured = f"{100 * rate.rate:.3g} % ({rate.count} of {rate.images}), target {100 * rate.nominal:.3g} %"
+    return f"{what}: {measured}. {found[rate.assessment]}."
 
 
 @dataclass(frozen=True)

@@ -341,7 +341,7 @@ def test_summary_names_wins_ties_and_losses() -> None:
     assert "fashion: PSC wins" in wins and "gda" in wins
     assert "near|far: PSC ties with knn" in tie and "hard: PSC loses to knn, gda" in loses
     assert "predictive_entropy > 1.25" in better
-    assert all("accept 2.0% of it" in line and "knn accepts 3.0%" in line for line in rest[:3])
+    assert all("2 % of the OOD" in line and "knn, 3 %" in line for line in rest[:3])
     assert "best is psc and original and temperature" in rest[3]
     assert "as stated" in rest[-3] and "higher than stated" in rest[-2]
     assert "800 of 1000 (80.00%), of which 16 are wrong (2.00%)" in rest[-1]
