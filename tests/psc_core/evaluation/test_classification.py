@@ -343,7 +343,7 @@ def test_summary_names_wins_ties_and_losses() -> None:
     assert "predictive_entropy > 1.25" in better
     assert all("2 % of the OOD" in line and "knn, 3 %" in line for line in rest[:3])
     assert "best is psc and original and temperature" in rest[3]
-    assert "as stated" in rest[-3] and "higher than stated" in rest[-2]
+    assert "As promised" in rest[-3] and "More than promised" in rest[-2]
     assert "800 of 1000 (80.00%), of which 16 are wrong (2.00%)" in rest[-1]
     none = dataclasses.replace(REPORT, accepted=0, accepted_wrong=0)
     assert none.summary()[-1] == "Accepted: 0 of 1000 (0.00%)."
