@@ -99,7 +99,7 @@ def evaluate(args: argparse.Namespace) -> None:
             Content.load(args.bundle, type(model.task)) if (args.bundle / FILE).exists() else Content(model.version)
         )
         content = fitted.extended_by(collect_test(model, id_data, ood, found))
-        print(f"report: {page.write(facts_of(bundle, content), args.out)}")
+        print(f"report: {page.write(facts_of(bundle, content), args.out, found.report)}")
 
 
 def open_others(given: Iterable[str], preprocess: Preprocess) -> dict[str, ImageDataset]:

@@ -31,7 +31,7 @@ from psc_core.data.dataset import Batch, ImageDataset
 from psc_core.data.open import check_same, is_table, open_dataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.baselines import Baselines, PlainClassifier, fit_baselines
-from psc_core.evaluation.evaluate import PRIMARY, Evaluator, ObservedRate, Report, observed_rate
+from psc_core.evaluation.evaluate import PRIMARY, Evaluator, ObservedRate, Report, Table, describe_rate, observed_rate
 from psc_core.heads.base import entropy
 from psc_core.metrics import Difference, aurc, coverage_at_risk, ece, label_brier, label_nll, placements
 from psc_core.model import PSC
@@ -41,7 +41,6 @@ from psc_core.network.load import bounded_size, load_network
 from psc_core.scoring import scored_batches
 from psc_core.settings import BATCH_IMAGES
 from psc_core.tasks.classification import CODE_ACCEPT
-from psc_core.text import align
 
 
 class Losses(NamedTuple):
@@ -201,36 +200,6 @@ def compare_classifiers(classifiers: Mapping[str, Mapping[str, float]], metric: 
     return f"{QUALITIES[metric][0]}: best is {' and '.join(names)} ({listed})."
 
 
-def describe_rate(what: str, rate: ObservedRate) -> str:
-    low, high = rate.calibrated_acceptance
-    found = {
-        "as stated": f"As promised: {f'{low} to' if low else 'up to'} {high} can be chance",
-        "higher than stated": f"More than promised: up to {high} can be chance",
-        "lower than stated": f"Fewer than promised: down to {low} can be chance",
-    }
-    measured = f"{100 * rate.rate:.3g} % ({rate.count} of {rate.images}), target {100 * rate.nominal:.3g} %"
-    return f"{what}: {measured}. {found[rate.assessment]}."
-
-
-@dataclass(frozen=True)
-class Table:
-    """Lines of text under a title; the first column is aligned to the left, the others to the right."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def to_text(self) -> str:
-        head, *lines = align([self.header, *self.rows])
-        rule = "─" * max(map(len, (head, *lines)))
-        return "\n".join([self.title, head, rule, *lines])
-
-    def to_markdown(self) -> str:
-        align = ["---", *["---:"] * (len(self.header) - 1)]
-        lines = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in (self.header, align, *self.rows)]
-        return "\n".join([f"## {self.title}", "", *(f"| {line} |" for line in lines)])
-
-
 @dataclass(frozen=True)
 class ClassificationReport(Report):
     """Everything that ``psc-eval`` measures of a classifier."""
@@ -247,15 +216,6 @@ class ClassificationReport(Report):
     accepted_wrong: int  # number of these whose (first) label is not predicted
     mean_set_size: float  # mean number of classes in a prediction set
     ambiguity: Mapping[str, float] = field(default_factory=dict)  # AUROC of entropy by classifier; empty if none
-
-    def to_text(self) -> str:
-        parts = [self.heading(), *(table.to_text() for table in self.tables()), "\n".join(self.summary())]
-        return "\n\n".join(parts) + "\n"
-
-    def to_markdown(self) -> str:
-        listed = "\n".join(f"- {sentence}" for sentence in self.summary())
-        parts = [f"# {self.heading()}", listed, *(table.to_markdown() for table in self.tables())]
-        return "\n\n".join(parts) + "\n"
 
     def to_json(self) -> dict[str, Any]:
         """Return the report with its summary as JSON types; an unknown standard error is null."""

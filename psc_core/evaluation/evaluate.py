@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
@@ -21,6 +21,7 @@ from psc_core.images.preprocess import Images, Preprocess
 from psc_core.metrics import CountInterval, RateInterval
 from psc_core.model import FittedModel
 from psc_core.settings import BATCH_IMAGES, Precision
+from psc_core.text import align
 
 PRIMARY: Final = "psc"  # the score by which the service decides; all others are compared with it
 LEVEL: Final = 0.99  # the confidence level of the intervals around observed rates
@@ -63,6 +64,37 @@ def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_imag
 
 
 @dataclass(frozen=True)
+class Table:
+    """Lines of text under a title; the first column is aligned to the left, the others to the right."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def to_text(self) -> str:
+        head, *lines = align([self.header, *self.rows])
+        rule = "─" * max(map(len, (head, *lines)))
+        return "\n".join([self.title, head, rule, *lines])
+
+    def to_markdown(self) -> str:
+        align = ["---", *["---:"] * (len(self.header) - 1)]
+        lines = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in (self.header, align, *self.rows)]
+        return "\n".join([f"## {self.title}", "", *(f"| {line} |" for line in lines)])
+
+
+def describe_rate(what: str, rate: ObservedRate) -> str:
+    """Say how often something happened, how often it was to happen, and what chance explains."""
+    low, high = rate.calibrated_acceptance
+    found = {
+        "as stated": f"As promised: {f'{low} to' if low else 'up to'} {high} can be chance",
+        "higher than stated": f"More than promised: up to {high} can be chance",
+        "lower than stated": f"Fewer than promised: down to {low} can be chance",
+    }
+    measured = f"{100 * rate.rate:.3g} % ({rate.count} of {rate.images}), target {100 * rate.nominal:.3g} %"
+    return f"{what}: {measured}. {found[rate.assessment]}."
+
+
+@dataclass(frozen=True)
 class Report(ABC):
     """The base class of reports on how good a model is on test images."""
 
@@ -71,12 +103,27 @@ class Report(ABC):
     images: int  # number of these images
 
     @abstractmethod
-    def to_text(self) -> str:
-        """Return the report for a terminal."""
+    def heading(self) -> str:
+        """Say which model was measured on what."""
 
     @abstractmethod
+    def summary(self) -> list[str]:
+        """Say what was found, a sentence each."""
+
+    @abstractmethod
+    def tables(self) -> list[Table]:
+        """Return what was measured."""
+
+    def to_text(self) -> str:
+        """Return the report for a terminal."""
+        parts = [self.heading(), *(table.to_text() for table in self.tables()), "\n".join(self.summary())]
+        return "\n\n".join(parts) + "\n"
+
     def to_markdown(self) -> str:
         """Return the report as a Markdown page."""
+        listed = "\n".join(f"- {sentence}" for sentence in self.summary())
+        parts = [f"# {self.heading()}", listed, *(table.to_markdown() for table in self.tables())]
+        return "\n\n".join(parts) + "\n"
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:

@@ -18,7 +18,16 @@ from psc_core import metrics
 from psc_core.compute import Compute
 from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.data.open import is_table, open_dataset
-from psc_core.evaluation.evaluate import PRIMARY, Evaluator, ObservedRate, OriginalNetwork, Report, observed_rate
+from psc_core.evaluation.evaluate import (
+    PRIMARY,
+    Evaluator,
+    ObservedRate,
+    OriginalNetwork,
+    Report,
+    Table,
+    describe_rate,
+    observed_rate,
+)
 from psc_core.model import PSCRegressor
 from psc_core.scoring import scored_batches
 from psc_core.settings import BATCH_IMAGES
@@ -48,32 +57,34 @@ class RegressionReport(Report):
     auroc: Mapping[str, float]  # of the OOD score, by out-of-distribution set
     flagged: Mapping[str, float]  # fraction that raises the alarm, by out-of-distribution set
 
-    def to_text(self) -> str:
-        """Return a table for a terminal, which is also Markdown."""
-        errors = self.errors
-        lines = [
+    def heading(self) -> str:
+        return (
             f"{self.model['name']} (version {self.model['version']}, layer {self.model['layer']}) predicts "
-            f"{self.model['target']}; {self.images} images of {self.id_name}",
-            "",
-            "| measure | value |",
-            "| --- | ---: |",
-            f"| RMSE | {errors['rmse']:.4g} |",
-            f"| R² | {errors['r2']:.4f} |",
-            f"| NLL, nats | {errors['nll']:.4f} |",
-            f"| CRPS | {errors['crps']:.4g} |",
-            f"| mean width of an interval | {self.width:.4g} |",
-            f"| intervals that contain the number | {_rate(self.misses, inverted=True)} |",
-            f"| false alarms | {_rate(self.false_alarms)} |",
+            f"{self.model['target']}; {self.images} images of {self.id_name}"
+        )
+
+    def summary(self) -> list[str]:
+        return [
+            describe_rate("False alarms", self.false_alarms),
+            describe_rate("Numbers outside of their interval", self.misses),
+        ]
+
+    def tables(self) -> list[Table]:
+        errors = self.errors
+        rows = [
+            ["RMSE", f"{errors['rmse']:.4g}"],
+            ["R²", f"{errors['r2']:.4f}"],
+            ["NLL, nats", f"{errors['nll']:.4f}"],
+            ["CRPS", f"{errors['crps']:.4g}"],
+            ["mean width of an interval", f"{self.width:.4g}"],
         ]
         if self.accepted_rmse is not None:
-            lines.append(f"| RMSE of images that raise no alarm | {self.accepted_rmse:.4g} |")
+            rows.append(["RMSE of images that raise no alarm", f"{self.accepted_rmse:.4g}"])
+        found = [Table("Errors and intervals", ["measure", "value"], rows)]
         if self.auroc:
-            lines += ["", "| out of distribution | AUROC | raises the alarm |", "| --- | ---: | ---: |"]
-            lines += [f"| {name} | {self.auroc[name]:.4f} | {self.flagged[name]:.2%} |" for name in self.auroc]
-        return "\n".join(lines)
-
-    def to_markdown(self) -> str:
-        return self.to_text() + "\n"
+            sets = [[name, f"{self.auroc[name]:.4f}", f"{self.flagged[name]:.2%}"] for name in self.auroc]
+            found.append(Table("Out of distribution", ["images", "AUROC", "raise the alarm"], sets))
+        return found
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,14 +96,6 @@ def numbers_of(model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> Score
     deviation = torch.hypot(outputs["aleatoric"], outputs["epistemic"])
     ends = torch.stack([torch.from_numpy(decisions.lower), torch.from_numpy(decisions.upper)], dim=1)
     return ScoredNumbers(outputs["mean"], deviation, ends, outputs["ood_score"], torch.from_numpy(decisions.is_ood))
-
-
-def _rate(rate: ObservedRate, *, inverted: bool = False) -> str:
-    """Format an observed rate with its interval and the nominal rate; ``inverted`` gives the opposite event's rate."""
-    seen, (low, high), nominal = rate.rate, rate.interval, rate.nominal
-    if inverted:
-        seen, low, high, nominal = 1 - seen, 1 - high, 1 - low, 1 - nominal
-    return f"{seen:.2%} ({low:.2%} to {high:.2%}), stated {nominal:.2%}"
 
 
 class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, OriginalNetwork]):

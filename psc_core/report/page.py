@@ -24,6 +24,7 @@ from torch import Tensor
 
 from psc_core.bundle import Manifest, fit_command
 from psc_core.collapse import CollapseReport
+from psc_core.evaluation.evaluate import Report
 from psc_core.evaluation.replay import Fraction, Replay
 from psc_core.images.decode import SMALL, as_base64, png_of
 from psc_core.network.described import NetworkSpec
@@ -207,8 +208,11 @@ TEMPLATES: Final = Environment(
 )
 
 
-def write(facts: Facts, folder: Path) -> Path:
-    """Write :data:`PAGE` and :data:`FIGURES` into ``folder``, replacing another report, and return the page's path."""
+def write(facts: Facts, folder: Path, measured: Report | None = None) -> Path:
+    """Write :data:`PAGE` and :data:`FIGURES` into ``folder``, replacing another report, and return the page's path.
+
+    The page of an evaluation shows what it ``measured``.
+    """
     drawn = draw(facts)
     pngs = {name: png(figure) for name, figure in drawn.items()}
     (folder / FIGURES).mkdir(exist_ok=True)
@@ -233,6 +237,7 @@ def write(facts: Facts, folder: Path) -> Path:
         _template(facts, PAGE).render(
             **_values(facts),
             figures=shown,
+            measured=measured,
             gallery=_gallery(facts),
             glossary=words.glossary,
             today=date.today().isoformat(),

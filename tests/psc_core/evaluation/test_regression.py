@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,8 +56,9 @@ def test_command_line_writes_what_it_prints(
     flags += ["--ood", f"shirts=fashion-mnist:{data_root}", "--allow-factories", "tests.tiny:network"]
     assert main(flags) == 0
     printed, written = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
-    assert (tmp_path / "report.md").read_text().strip() in printed
-    assert f"| RMSE | {written['errors']['rmse']:.4g} |" in printed and "stated 90.00%" in printed
+    for text in ((tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text(), printed):
+        assert re.search(rf"RMSE\W.*?{written['errors']['rmse']:.4g}\b", text, re.DOTALL)
+        assert "target 10 %" in text and f"{written['misses']['count']} of {written['images']}" in text
     images = f"rotated-mnist:{data_root}"
     assert main([*flags, "--overwrite", "--weights", "w", "--train", images, "--val", images]) == 2
     assert "a regression has no baselines" in capsys.readouterr().err
