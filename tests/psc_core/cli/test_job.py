@@ -151,6 +151,6 @@ def test_dry_run_writes_nothing(job: str, tmp_path: Path, capsys, request: pytes
     words = [*request.getfixturevalue(job).args, "--dry-run", "--out", str(tmp_path / "b")]
     code, out, err = run(capsys, cli.main, words)
     assert code == 0, err
-    assert "◀ chosen" in out and "nothing written" in out and list(tmp_path.iterdir()) == []
+    assert "chosen layer" in out and "nothing written" in out and list(tmp_path.iterdir()) == []
     code, _, err = run(capsys, cli.main, [*words, "--size", "32", "--cache", str(tmp_path / "nowhere")])
     assert code == 2 and "No such file or directory" in err
