@@ -89,7 +89,7 @@ class Metrics:
         "Images answered, by predicted label (`(other)` beyond 1,000 classes); for a regression, by its target's name.",
         "model label",
     )
-    psc_ood_total = _counter("Monitored images with p ≤ `psc_alpha`, whatever alpha a request set.")
+    psc_ood_total = _counter("Monitored images with p ≤ `psc_alpha`, not by the alpha of a request.")
     psc_abstained_total = _counter(
         "Monitored images not accepted, by each request's own thresholds: `ood`, `ambiguous`, `uncertain`.",
         "model reason",
@@ -118,8 +118,8 @@ class Metrics:
     )
     psc_reloads_total = _counter("Reloads: `ok` or `failed`.", "model result")
     psc_drift_log_martingale = _gauge("Logarithm of the conformal test martingale.")
-    psc_drift_active = _gauge("1 from a drift alarm to the end of its episode, else 0.")
-    psc_drift_alarms_total = _counter("Drift alarms, one per episode; see drift_false_alarm and drift_monitors.")
+    psc_drift_active = _gauge("1 from a drift alarm to the end of its alarm period, else 0.")
+    psc_drift_alarms_total = _counter("Drift alarms, one per alarm period; see drift_false_alarm and drift_monitors.")
     psc_drift_window_ood_rate = _gauge("Fraction of the window's images with p ≤ `psc_alpha`.")
     psc_drift_window_tail_probability = _gauge(
         "Probability of at least as many OOD images in the window if all were like the calibration images.",

@@ -1,4 +1,4 @@
-"""The last abstentions on the page in a real Chromium: shown to holders of a key, reviewed by mouse and by keyboard."""
+"""The review queue on the page in a real Chromium: shown to holders of a key, reviewed by mouse and by keyboard."""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ async function loadModel(name = null) {
   say("");
   view.policy = { ...model.policy };
   element("model").textContent = `${model.name} · version ${model.version.slice(0, 12)} · ${taskOf(model).summary(model)} · layer ${model.layer} · α = ${model.policy.alpha}`;
+  element("recognises").textContent = taskOf(model).recognises(model);
   element("headline").textContent = sentence(model.notes[0] ?? "");
   element("expects").textContent = expects(model.input);
   fill("models", model.models, model.name);

@@ -1,6 +1,6 @@
 // The two sliders: their thresholds, and the cost of these on in-distribution images.
 
-import { number, percent } from "./format.js";
+import { number } from "./format.js";
 import { taskOf } from "./tasks.js";
 
 const LARGEST_ALPHA = 0.5;
@@ -30,7 +30,7 @@ export function showPolicy(policy, model, images) {
   const task = taskOf(model);
   const limit = task.limit(policy);
   element("limit-name").textContent = task.thresholdName;
-  showSlider("alpha", Math.log(policy.alpha / smallest) / Math.log(LARGEST_ALPHA / smallest), `α = ${number(policy.alpha)}`);
+  showSlider("alpha", Math.log(policy.alpha / smallest) / Math.log(LARGEST_ALPHA / smallest), `${number(100 * policy.alpha)}\u00a0%`);
   showSlider("limit", limit / highest, task.isOff(limit, highest) ? "off" : task.limitText(limit, model));
   element("handed").textContent = handed(policy, model);
   element("own").hidden = Object.keys(policy).every((name) => policy[name] === model.policy[name]);
@@ -48,9 +48,7 @@ function handed(policy, model) {
   const unusual = Math.round(of * policy.alpha);
   const { fraction, rest } = taskOf(model).handed(policy, model.calibration.entropy_quantiles);
   const unclear = Math.min(Math.round(of * fraction), of - unusual);
-  const images = `Of ${of.toLocaleString("en")} in-distribution images`;
-  if (unclear > 0) {
-    return `${images}, up to ${unusual + unclear} are handed to a person: ${unusual} as unusual, ${unclear} as unclear.`;
-  }
-  return `${images}, ${unusual} ${unusual === 1 ? "is" : "are"} handed to a person${rest}.`;
+  const images = (count) => `At these settings about ${count} of ${of.toLocaleString("en")} normal images go to a person`;
+  if (unclear > 0) return `${images(unusual + unclear)}: ${unclear} unclear, up to ${unusual} flagged by mistake.`;
+  return `${images(unusual)}, flagged by mistake${rest}.`;
 }

@@ -6,6 +6,8 @@ const measured = (value, { target }) => `${number(value)}\u00a0${target.unit}`.t
 const interval = ({ lower, upper }, model) => `${number(lower)} to ${measured(upper, model)}`;
 const list = (names) => (names.length > 4 ? `${names.length} classes` : new Intl.ListFormat("en").format(names));
 
+const SHOWN_CLASSES = 20; // with more, their number is said
+
 const classification = {
   threshold: "ambiguity_threshold",
   thresholdName: "Unclear above",
@@ -38,8 +40,13 @@ const classification = {
   bars: ({ probabilities }, { classes }) => probabilities.map((probability, index) => ({ probability, name: classes[index] })),
   reason: ({ prediction_set: set }, { ambiguity_threshold: limit }) =>
     limit < 0 ? "Nothing is accepted: no error rate could be shown for this model" : `${set.length > 1 ? list(set) : "several classes"} fit, a person should choose`,
-  evidence: ({ aleatoric, epistemic }) =>
-    typeof aleatoric === "number" ? [`Of the entropy, ${nats(aleatoric)} are the image's, ${nats(epistemic)} the model's`] : [],
+  evidence({ aleatoric, epistemic }) {
+    if (typeof aleatoric !== "number" || !(aleatoric + epistemic > 0)) return [];
+    const image = aleatoric / (aleatoric + epistemic);
+    return [`Why it is unclear: ${percent(image)} the image itself, ${percent(1 - image)} too little training data`];
+  },
+  recognises: ({ classes }) =>
+    classes.length > SHOWN_CLASSES ? `This model tells ${classes.length} classes apart.` : `This model tells apart: ${classes.join(", ")}.`,
   nearest: "Nearest classes",
   kept: ({ label }) => label,
 
@@ -84,6 +91,7 @@ const regression = {
     ];
   },
   bars: () => [],
+  recognises: ({ target }) => `This model predicts ${target.name}.`,
   reason: (prediction, policy, model, near) => `The interval is wider than ${measured(policy.max_width, model)}${near}`,
   evidence: ({ nearest_examples: layers = [] }, model) =>
     layers.map(({ layer, weight, examples }) => {
@@ -93,7 +101,7 @@ const regression = {
   nearest: "Nearest bins",
   kept: ({ value }, model) => measured(value, model),
 
-  handed: ({ max_width: width }) => ({ fraction: 0, rest: width === null ? "" : " as unusual, and those with too wide an interval" }),
+  handed: ({ max_width: width }) => ({ fraction: 0, rest: width === null ? "" : ", and those with too wide an interval" }),
 
   field: "input",
   guess: ({ scores }, model) => measured(scores.mean, model),

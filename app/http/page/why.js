@@ -9,7 +9,7 @@ const NEAREST = 3;
 const WIDE = 0.6; // of the image's area; a larger region is called no place
 const UNUSUAL = {
   texture: "texture that no training image has",
-  content: "a kind of image that is not among the training images",
+  content: "content unlike that of the training images",
   confidence: "fits the classes worse than the training images do",
 };
 const element = (id) => document.getElementById(id);
@@ -21,27 +21,27 @@ export function reason(prediction, decision, policy, model) {
     const where = place(prediction.explanation?.map?.box);
     return sentence(`${unusual}${where && `, ${where}`}${near}`);
   }
-  if (decision === "accept") return `In distribution, and the answer is as sure as asked${near}.`;
+  if (decision === "accept") return `Looks like the training images, and the model is confident enough${near}.`;
   return sentence(taskOf(model).reason(prediction, policy, model, near));
 }
 
 // The most probable class and the one with the nearest training images are two things, so a difference is explained.
 function nearTo(nearest, label) {
   if (nearest === undefined) return "";
-  if (label === undefined || label === nearest) return `; closest to ${nearest}`;
-  return `; most like ${label} to the classifier, though its features lie closest to training images of ${nearest}`;
+  if (label === undefined || label === nearest) return `. Closest class: ${nearest}`;
+  return `. The classifier says ${label}, but the closest training images show ${nearest}`;
 }
 
 export const sentence = (text) => text && `${text[0].toUpperCase()}${text.slice(1)}.`;
 
-// Return "mostly upper left" and the like for a box in fractions of the image: [left, top, right, bottom].
+// Return "mainly in the upper left" and the like for a box in fractions of the image: [left, top, right, bottom].
 function place(box) {
   if (!box) return "";
   const [left, top, right, bottom] = box;
   if ((right - left) * (bottom - top) > WIDE) return "all over the image";
   const third = (low, high, names) => names[Math.min(2, Math.floor((3 * (low + high)) / 2))];
   const words = [third(top, bottom, ["upper", "", "lower"]), third(left, right, ["left", "", "right"])].filter(Boolean);
-  return `mostly ${words.join(" ") || "in the middle"}`;
+  return `mainly in the ${words.join(" ") || "middle"}${words.length === 1 ? " part" : ""}`;
 }
 
 function closest(explanation, model) {
