@@ -409,7 +409,8 @@ class Workers(Multiprocess):
 class LastAccepting(uvicorn.Server):
     """Uvicorn's server, except that it answers the connections in the backlog when it ends.
 
-    The kernel has completed their handshakes, so closing the listening socket would reset them.
+    The kernel has completed their handshakes, so closing the listening socket would reset them.  A second Ctrl-C waits
+    for no client, but the application is closed all the same; uvicorn would cancel it and log a traceback.
     """
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -419,6 +420,8 @@ class LastAccepting(uvicorn.Server):
             server.close()
         answering = asyncio.gather(*map(self._answer, waiting))
         await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
         await answering
 
     async def _answer(self, connection: socket.socket) -> None:

@@ -135,7 +135,7 @@ def test_a_second_signal_loses_no_row_of_the_log(number: signal.Signals, tmp_pat
         for _ in range(3):
             server.process.send_signal(number)
         assert server.end() == 0
-        assert not server.count_in_log("Traceback")
+        assert not server.count_in_log("Traceback"), "\n".join(server.log)
     assert list(tmp_path.rglob("*.parquet"))
 
 
