@@ -195,7 +195,7 @@ class FitJob:
     """A fit of a network: its images, settings and device."""
 
     data: FitData
-    settings: FitSettings  # as :func:`check_settings` returns them
+    settings: FitSettings  # of a whole fit as :func:`check_settings` returns them
     compute: Compute  # device, precision, batch size, processes
     name: str = "psc"  # of the model
     provenance: Mapping[str, Any] = field(default_factory=dict)  # recorded in the bundle, JSON types

@@ -314,7 +314,7 @@ class Facts:
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """The shares of :attr:`measured` by decision, and of its accepted images that are wrong; empty if it is None.
+        """The shares of :attr:`measured` by decision, and of the accepted that are wrong; empty if it is None.
 
         ``found`` is the mean share of synthetic OOD images that are called unusual, where there are any.
         """
@@ -324,23 +324,25 @@ class Facts:
         unclear, wrong = self.of_task.judge(images, self.manifest.policy, self.calibration)
         accepted = ~unusual & ~unclear
         shares = {"accepted": accepted, "unclear": unclear & ~unusual, "unusual": unusual, "wrong": wrong[accepted]}
-        found = {name: float(part.double().mean()) if len(part) else 0.0 for name, part in shares.items()}
+        found = {name: float(part.double().mean()) for name, part in shares.items() if len(part)}
         synthetic = self.flagged_as(Role.SYNTHETIC).values()
         return found | ({"found": statistics.mean(synthetic)} if synthetic else {})
 
     @property
     def verdict(self) -> list[str]:
         """What the model does with images, a sentence each: with ordinary ones, and with synthetic OOD images."""
-        if not (shares := self.shares):
+        if (images := self.measured) is None:
             return []
+        shares = self.shares
         texts = {name: f"{100 * share:.{0 if share >= 0.1 else 1}f} %" for name, share in shares.items()}
         alpha = f"{100 * self.manifest.policy.alpha:.3g} %"
+        set_by = ", by which the thresholds are set" if images.role is Role.VALIDATION else ""
         lines = [
-            f"of {self.quality_images} {self.measured.role.value if self.measured else ''}, none of them used to fit: "
-            f"{texts['accepted']} accepted, {texts['unclear']} unclear, {texts['unusual']} unusual (false alarms, "
-            f"target {alpha})",
-            f"of the accepted ones {texts['wrong']} {self.of_task.wrong}",
+            f"of {self.quality_images} {images.role.value}{set_by}: {texts['accepted']} accepted, {texts['unclear']} "
+            f"unclear, {texts['unusual']} unusual (false alarms, target {alpha})"
         ]
+        if "wrong" in shares:
+            lines.append(f"of the accepted ones {texts['wrong']} {self.of_task.wrong}")
         if synthetic := self.flagged_as(Role.SYNTHETIC):
             least, most = (pick(synthetic, key=synthetic.__getitem__) for pick in (min, max))
             lines.append(

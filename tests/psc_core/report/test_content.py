@@ -148,6 +148,14 @@ def test_shares_of_decisions(shipped_bundle: Path) -> None:
     }
 
 
+def test_where_nothing_is_accepted_nothing_is_said_of_errors(shipped_bundle: Path) -> None:
+    version = read_bundle(shipped_bundle).manifest.version
+    images = image_set("validation", Role.VALIDATION, [99.0, 98.0])
+    found = facts_of(read_bundle(shipped_bundle), Content(version, (images,)))
+    assert found.shares == {"accepted": 0.0, "unclear": 0.0, "unusual": 1.0}
+    assert len(found.verdict) == 1 and "100 % unusual" in found.verdict[0]
+
+
 def test_a_bundle_without_images_has_its_thresholds(shipped_bundle: Path) -> None:
     bundle = read_bundle(shipped_bundle)
     found = facts_of(bundle, Content(bundle.manifest.version))
