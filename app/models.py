@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple, Self
 
@@ -28,17 +28,17 @@ from app.errors import NotReady, ReloadRunning, UnattainableAlpha, UnavailableMa
 from app.inference.batcher import Batcher, Images, RequestMode
 from app.inference.decoder import Decoder, EncodedImage, fingerprints
 from app.inference.engine import Engine, Phase
-from app.inference.steps import Step, TorchThreads, choose_backend, make_step
+from app.inference.steps import Chosen, TorchThreads, choose_backend, make_step
 from app.log import LogWriter, ModelLog
 from app.memory import MemoryBudget, limits
 from app.metrics import Metrics, ModelRecorder
 from app.settings import Settings
 from psc_core.answers import BasePolicy
-from psc_core.errors import BundleError, NetworkError, UsageError
+from psc_core.errors import BundleError, NetworkError, PSCError, UsageError
 from psc_core.maps import map_document
 from psc_core.model import FittedModel, build_model
 from psc_core.network.onnx import OnnxBody
-from psc_core.pipeline import MAP
+from psc_core.pipeline import MAP, Pipeline
 from psc_core.settings import Backend
 from psc_core.tasks.base import BaseDecisions, FloatArray, Outputs
 
@@ -155,6 +155,7 @@ class ServedModel:
     name: str
     model: FittedModel  # the fitted model
     backend: str  # what runs the network, see :func:`psc_core.pipeline.pipeline_on`
+    is_final: bool  # whether the backend was wanted or measured; otherwise another one may be faster
     engine: Engine  # the model's queue and device worker
     policy: BasePolicy  # of a request that sets no threshold
     recorder: ModelRecorder  # records the predictions in metrics and drift
@@ -232,14 +233,14 @@ class ModelStarter:
         self._threads = TorchThreads(settings.threads or torch.get_num_threads(), settings.threads or 1)
         self._pool = ThreadPoolExecutor(settings.decoders, thread_name_prefix="psc-decode")
 
-    async def start(self, name: str, model: FittedModel) -> ServedModel:
-        """Build the engine of a model and warm it up."""
+    async def start(self, name: str, model: FittedModel, *, may_measure: bool) -> ServedModel:
+        """Build the engine of a model and warm it up; it may have to answer before its backends are measured."""
         settings = self._settings
         try:
             changes = settings.thresholds(type(model.policy))
             policy = model.calibration.changed(model.policy, changes)
             model.calibration.check(policy)
-            backend, step = await asyncio.to_thread(self._step, model)
+            chosen = await asyncio.to_thread(self._choose, model, may_measure)
         except (UsageError, NetworkError) as error:
             raise BundleError(f"model {name!r}: {error}") from error
         drift = DriftMonitor(
@@ -250,14 +251,48 @@ class ModelStarter:
         )
         limit = settings.max_queue_images
         recorder = ModelRecorder(name, model, policy=policy, queue_limit=limit, metrics=self._metrics, drift=drift)
-        decoder = Decoder(self._pool, self._memory, model.preprocess, settings)
-        batcher = Batcher(
-            max_batch=settings.max_batch_size,
-            max_queue_images=limit,
-            max_delay_s=settings.max_delay_ms / 1000.0,
-            shares_cores=model.device.type == "cpu",
-        )
         log = None if self._log is None else self._log.log_of(name, model)
+        engine = await self._warm_engine(name, model, chosen.pipeline, recorder)
+        served = ServedModel(name, model, chosen.backend, chosen.is_final, engine, policy, recorder, log)
+        logger.info("%s: %s", name, served.headline)
+        return served
+
+    async def faster(self, served: ServedModel) -> ServedModel | None:
+        """Measure the backends of a model that serves on the first one; return it on a faster one, if there is one."""
+        chosen = await asyncio.to_thread(self._choose, served.model, may_measure=True)
+        if chosen.backend == served.backend:
+            return None
+        engine = await self._warm_engine(served.name, served.model, chosen.pipeline, served.recorder)
+        return replace(served, backend=chosen.backend, is_final=True, engine=engine)
+
+    def close(self) -> None:
+        """End the decode threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _choose(self, model: FittedModel, may_measure: bool) -> Chosen:
+        settings = self._settings
+        wanted: Backend | Literal["auto"] = "folded" if settings.compile else settings.backend
+        size, threads = settings.max_batch_size, self._threads.full
+        return choose_backend(model, wanted, max_batch=size, threads=threads, may_measure=may_measure)
+
+    async def _warm_engine(self, name: str, model: FittedModel, pipeline: Pipeline, recorder: ModelRecorder) -> Engine:
+        settings = self._settings
+        size, device = settings.max_batch_size, model.device
+        step = make_step(
+            pipeline,
+            model.preprocess.shape,
+            max_batch=size,
+            device=device,
+            threads=self._threads,
+            compiled=settings.compile,
+        )
+        batcher = Batcher(
+            max_batch=size,
+            max_queue_images=settings.max_queue_images,
+            max_delay_s=settings.max_delay_ms / 1000.0,
+            shares_cores=device.type == "cpu",
+        )
+        decoder = Decoder(self._pool, self._memory, model.preprocess, settings)
         seconds = settings.deadline_seconds
         engine = Engine(name, step, decoder, batcher=batcher, recorder=recorder, deadline_s=seconds)
         try:
@@ -265,27 +300,7 @@ class ModelStarter:
         except BaseException:  # Also if cancelled: the thread that warms up would keep the model in memory.
             await engine.close(within_s=0)
             raise
-        served = ServedModel(name, model, backend, engine, policy, recorder, log)
-        logger.info("%s: %s", name, served.headline)
-        return served
-
-    def close(self) -> None:
-        """End the decode threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _step(self, model: FittedModel) -> tuple[Backend, Step]:
-        """Return the step of the wanted or of the fastest backend; measuring takes seconds."""
-        settings, threads = self._settings, self._threads
-        wanted: Backend | Literal["auto"] = "folded" if settings.compile else settings.backend
-        backend, pipeline = choose_backend(model, wanted, max_batch=settings.max_batch_size, threads=threads.full)
-        return backend, make_step(
-            pipeline,
-            model.preprocess.shape,
-            max_batch=settings.max_batch_size,
-            device=model.device,
-            threads=threads,
-            compiled=settings.compile,
-        )
+        return engine
 
 
 class Registry:
@@ -340,15 +355,32 @@ class Registry:
         return reasons
 
     async def start(self) -> None:
-        """Load and warm up every model."""
+        """Load and warm up every model, each on a backend that is ready at once."""
         for name in self.names:
             began = time.perf_counter()
-            served = await self._start(name)
+            served = await self._start(name, may_measure=False)
             self._swap(served)
             model, seconds = served.model, round(time.perf_counter() - began, 3)
             extra = {"model": name, "version": model.version, "device": str(model.device), "seconds": seconds}
             logger.info("model ready", extra=extra)
         self.changed.set()
+
+    async def settle(self) -> None:
+        """Measure the backends of the models that began on the first one, and let them go on with the fastest."""
+        for served in [served for served in self.served if not served.is_final]:
+            try:
+                faster = await self._starter.faster(served)
+            except Exception as error:  # Such as too little memory for both.
+                is_ours = isinstance(error, PSCError)
+                logger.warning("%s goes on on its first backend: %s", served.name, error, exc_info=not is_ours)
+                continue
+            if faster is None:
+                continue
+            if self._served.get(served.name) is served:
+                self._served[served.name] = faster
+                self._begin_to_retire(served)
+            else:  # A reload has replaced it meanwhile.
+                await faster.engine.close(within_s=0)
 
     async def reload(self, name: str | None = None) -> list[tuple[str, str, str]]:
         """Reload one bundle, or all, and swap the models; an unloaded model is loaded only by its name.
@@ -365,7 +397,7 @@ class Registry:
         async with self._reloading:
             try:
                 for each in names:
-                    fresh.append(await self._start(each))
+                    fresh.append(await self._start(each, may_measure=True))
             except BaseException:
                 for served in fresh:
                     await served.engine.close(within_s=0)
@@ -389,6 +421,7 @@ class Registry:
         del self._served[name]
         self.unloaded.add(name)
         self._metrics.psc_queue_depth.labels(model=name).set(0)
+        old.recorder.hide()
         self._begin_to_retire(old)
 
     async def reload_when_free(self) -> None:
@@ -430,14 +463,15 @@ class Registry:
         self._starter.close()
         self.refresh_metrics()
 
-    async def _start(self, name: str) -> ServedModel:
-        return await self._starter.start(name, await asyncio.to_thread(self._load, name))
+    async def _start(self, name: str, *, may_measure: bool) -> ServedModel:
+        return await self._starter.start(name, await asyncio.to_thread(self._load, name), may_measure=may_measure)
 
     def _swap(self, served: ServedModel) -> None:
         old = self._served.get(served.name)
         self._served[served.name] = served
         self.unloaded.discard(served.name)
         if old is not None:
+            old.recorder.hide()
             self._begin_to_retire(old)
         served.recorder.show()
 
@@ -446,7 +480,6 @@ class Registry:
         task = asyncio.get_running_loop().create_task(closing)
         self._retiring[task] = old
         task.add_done_callback(self._retired)
-        old.recorder.hide()
 
     def _retired(self, task: asyncio.Task[None]) -> None:
         del self._retiring[task]

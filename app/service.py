@@ -113,6 +113,9 @@ class Host:
         """Enclose the life of the application."""
         yield
 
+    def models_loaded(self, service: Service) -> None:
+        """Tell whoever waits that every model answers."""
+
     def models_changed(self) -> None:
         """React when every model is ready, or when models that a reload replaced have ended."""
 
@@ -159,10 +162,11 @@ class Service:
         With ``wait_until_ready``, return only then, and raise what goes wrong: other processes of the host answer
         meanwhile.
         """
+        open_level = logging.INFO if self.settings.host in ("127.0.0.1", "::1", "localhost") else logging.WARNING
         if not self.keys.predict:
-            logger.warning("API keys are off: anyone who reaches this port may predict (PSC_API_KEYS)")
+            logger.log(open_level, "API keys are off: anyone who reaches this port may predict (PSC_API_KEYS)")
         if not self.keys.admin:
-            logger.warning("admin keys are off: /admin answers 403 (PSC_ADMIN_KEYS)")
+            logger.log(open_level, "admin keys are off: /admin answers 403 (PSC_ADMIN_KEYS)")
         if self.memory.largest_body < self.settings.max_body_bytes:
             logger.warning(
                 "the memory for requests is %d MiB, so bodies of more than %d MiB are refused; raise "
@@ -186,6 +190,8 @@ class Service:
             except PSCError as error:
                 logger.critical("%s", error)
                 raise
+            self._host.models_loaded(self)
+            self._tasks.append(loop.create_task(self.registry.settle()))
         else:
             self._tasks.append(loop.create_task(self._load()))
 
@@ -271,6 +277,8 @@ class Service:
     async def _load(self) -> None:
         try:
             await self.registry.start()
+            self._host.models_loaded(self)
+            await self.registry.settle()
         except DeviceError as error:
             self._end_process(str(error), ExitCode.FAILURE)
         except PSCError as error:

@@ -1,8 +1,8 @@
 """Run batches on the device, from ``uint8 (n, C, H, W)`` host images to packed ``float32 (n, S + K + G)`` host outputs.
 
 Every step runs under ``torch.inference_mode`` and is used by one thread at a time.  The outputs of padding images are
-never returned.  Which backend a step uses is measured on the machine that serves, before the first request; that takes
-seconds, so the choice is cached beside the exported networks.
+never returned.  Which backend a step uses is measured on the machine that serves; that takes seconds, so a model serves
+on the folded network meanwhile, and the choice is cached beside the exported networks.
 """
 
 from __future__ import annotations
@@ -49,15 +49,23 @@ _SIZE_SECONDS: Final = 0.5  # the time after which no further round of a batch s
 _LONG_SECONDS: Final = 0.25  # if a batch takes longer, larger ones are not measured: their time per image is the same
 
 
+class Chosen(NamedTuple):
+    """A backend, the model's pipeline on it, and whether they are final."""
+
+    backend: Backend
+    pipeline: Pipeline
+    is_final: bool = True  # whether no other backend may turn out to be faster
+
+
 def choose_backend(
-    model: FittedModel, wanted: Backend | Literal["auto"], *, max_batch: int, threads: int
-) -> tuple[Backend, Pipeline]:
-    """Return the name of a backend and the model's pipeline on it."""
+    model: FittedModel, wanted: Backend | Literal["auto"], *, max_batch: int, threads: int, may_measure: bool = True
+) -> Chosen:
+    """Return the wanted backend, the only one, or the fastest; before it is measured, one that needs no preparation."""
     names = available_backends(model)
     if wanted == "folded" and wanted in names:
-        return wanted, model.pipeline
+        return Chosen(wanted, model.pipeline)
     if wanted != "auto" and (len(names) > 1 or names == (wanted,)):
-        return wanted, pipeline_on(model, wanted)
+        return Chosen(wanted, pipeline_on(model, wanted))
     if wanted != "auto":
         reason = (
             "a bundle with an ONNX graph runs only in ONNX Runtime"
@@ -67,6 +75,8 @@ def choose_backend(
         logger.warning("backend not used", extra={"backend": wanted, "reason": reason})
     kept = _kept(model, names, max_batch=max_batch, threads=threads)
     before = ((kept and read_checked(kept)) or b"").decode()
+    if not may_measure and len(names) > 1 and before not in names:
+        return Chosen("folded", model.pipeline, is_final=False)
     pipelines: dict[Backend, Pipeline] = {}
     for name in [name for name in names if name == before] or names:
         try:
@@ -74,7 +84,7 @@ def choose_backend(
         except NetworkError as error:
             logger.warning("backend not used", extra={"backend": name, "reason": str(error)})
     if len(pipelines) <= 1:
-        return next(iter(pipelines.items()), ("folded", model.pipeline))
+        return Chosen(*next(iter(pipelines.items()), ("folded", model.pipeline)))
     images = torch.zeros((max_batch, *model.preprocess.shape), dtype=torch.uint8)
     before_measuring = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -90,7 +100,7 @@ def choose_backend(
     undisturbed = {name: [[min(rounds)] for rounds in times] for name, times in seconds.items()}
     if kept and fastest(undisturbed, "plain") == chosen:
         write_checked(kept, chosen.encode())
-    return chosen, pipelines[chosen]
+    return Chosen(chosen, pipelines[chosen])
 
 
 def _kept(model: FittedModel, names: Sequence[Backend], *, max_batch: int, threads: int) -> Path | None:
@@ -238,7 +248,8 @@ class EagerStep:
 
         Return whether the step is quick: a full batch takes less time on one thread than handing it to another.
         """
-        for count in self._buckets:
+        # Without fixed shapes, what the first batch of a size costs is lost in the time of the batch.
+        for count in self._buckets if self._fixed_shapes else sorted({1, self._buckets[-1]}):
             if not is_wanted():
                 return False
             self.fetch(0, count)

@@ -64,7 +64,7 @@ def test_choice_that_no_longer_runs_gives_way(psc: PSC, monkeypatch: pytest.Monk
         raise NetworkError("no memory")
 
     monkeypatch.setattr(backend, "pipeline_on", fail)
-    assert choose_backend(psc, "auto", max_batch=1, threads=1) == ("folded", psc.pipeline)
+    assert choose_backend(psc, "auto", max_batch=1, threads=1)[:2] == ("folded", psc.pipeline)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_auto_takes_the_fastest(psc: PSC, monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(backend, "measure", lambda pipelines, batches: {name: seconds[name] for name in pipelines})
     caplog.set_level(logging.INFO, "psc.backend")
     before = torch.get_num_threads()
-    name, pipeline = choose_backend(psc, "auto", max_batch=4, threads=1)
+    name, pipeline, _ = choose_backend(psc, "auto", max_batch=4, threads=1)
     assert (name, pipeline) == ("plain", psc.pipeline)
     assert torch.get_num_threads() == before
     assert "no counterpart" in [getattr(record, "reason", None) for record in caplog.records]
@@ -120,7 +120,7 @@ def test_the_only_backend_is_not_measured(psc: PSC, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(psc.pipeline.scorer.backbone, "precision", "bf16")
     monkeypatch.setattr(backend, "measure", None)
     for wanted in ("auto", "onnx"):
-        assert choose_backend(psc, wanted, max_batch=4, threads=1) == ("folded", psc.pipeline)
+        assert choose_backend(psc, wanted, max_batch=4, threads=1)[:2] == ("folded", psc.pipeline)
 
 
 def test_a_graph_always_runs_in_onnx_runtime(psc: PSC, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -129,14 +129,14 @@ def test_a_graph_always_runs_in_onnx_runtime(psc: PSC, tmp_path: Path, caplog: p
     wanted: Any
     for wanted in ("auto", "plain", "onnx"):
         caplog.clear()
-        assert choose_backend(graph, wanted, max_batch=4, threads=1) == ("onnx", graph.pipeline), wanted
+        assert choose_backend(graph, wanted, max_batch=4, threads=1)[:2] == ("onnx", graph.pipeline), wanted
         skipped = [record for record in caplog.records if record.message == "backend not used"]
         assert len(skipped) == (wanted == "plain"), wanted
 
 
 @pytest.mark.thorough
 def test_onnx_runtime_gives_the_outputs_of_the_shipped_bundle(psc: PSC) -> None:
-    name, pipeline = choose_backend(psc, "onnx", max_batch=4, threads=1)
+    name, pipeline, _ = choose_backend(psc, "onnx", max_batch=4, threads=1)
     images = torch.randint(0, 256, (3, 1, 28, 28), dtype=torch.uint8)
     with torch.inference_mode():
         torch.testing.assert_close(pipeline(images), psc.pipeline(images), rtol=1e-4, atol=1e-4)

@@ -82,7 +82,7 @@ def test_every_bucket_is_warmed_up() -> None:
     assert buckets_to(6) == (1, 2, 4, 6)
     assert buckets_to(8) == (1, 2, 4, 8)
     network = FakePipeline()
-    step = EagerStep(network, (1, 8, 8), max_batch=6, device=torch.device("cpu"))
+    step = EagerStep(network, (1, 8, 8), max_batch=6, device=torch.device("cpu"), fixed_shapes=True)
     step.warm_up()
     assert network.sizes[:4] == [1, 2, 4, 6]  # and then some are timed
 
@@ -99,7 +99,7 @@ def test_fixed_shapes_pad_to_buckets_and_never_answer_the_padding() -> None:
 
 def test_warm_up_ends_when_nobody_waits_any_more() -> None:
     network = FakePipeline()
-    step = EagerStep(network, (1, 8, 8), max_batch=8, device=torch.device("cpu"))  # type: ignore[arg-type]
+    step = EagerStep(network, (1, 8, 8), max_batch=8, device=torch.device("cpu"), fixed_shapes=True)  # type: ignore[arg-type]
     assert not step.warm_up(lambda: len(network.sizes) < 2)
     assert network.sizes == [1, 2]
 

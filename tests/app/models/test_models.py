@@ -22,11 +22,13 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from app import models
 from app.errors import UnattainableAlpha
+from app.inference.engine import Phase
+from app.inference.steps import Chosen
 from app.models import ALIVE, check_affordable, cost_of_an_image
 from app.server import UvicornHost
 from app.service import Host
 from psc_core.answers import CLASSIFICATION_SCORES
-from psc_core.errors import BundleError
+from psc_core.errors import BundleError, NetworkError
 from psc_core.model import PSC
 from psc_core.tasks.base import Outputs
 from tests.app.fakes import FakeModel, pixels, png
@@ -56,6 +58,38 @@ async def test_reload_swaps() -> None:
         assert await app.metric('psc_model_info{device="cpu",layer="layer3",model="m",version="v2"}') == 1
         assert await app.metric('psc_model_info{device="cpu",layer="layer3",model="m",version="v1"}') == 0
         assert await app.metric('psc_reloads_total{model="m",result="ok"}') == 1
+
+
+@pytest.mark.parametrize("second", ["plain", "folded", None])
+async def test_answers_before_backends_are_measured_and_goes_on_with_the_fastest(
+    second: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = threading.Event()
+
+    def choose(model: Any, wanted: str, *, max_batch: int, threads: int, may_measure: bool) -> Chosen:
+        if not may_measure:
+            return Chosen("folded", model.pipeline, is_final=False)
+        assert measured.wait(10)
+        if second is None:
+            raise NetworkError("no memory for another network")
+        return Chosen(second, model.pipeline)
+
+    monkeypatch.setattr(models, "choose_backend", choose)
+    async with running() as app:
+        first = app.service.registry.get("m")
+        assert (await app.client.post("/predict", content=png(1), headers=PNG)).status_code == 200
+        answers = [asyncio.ensure_future(app.client.post("/predict", content=png(k), headers=PNG)) for k in range(40)]
+        measured.set()
+        if second == "plain":
+            await until(lambda: app.service.registry.get("m").backend == "plain")
+            await until(lambda: first.engine.phase is Phase.CLOSED)
+        else:
+            await app.service.registry.settle()
+        assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
+        assert await version(app) == "v1"
+        assert (app.service.registry.get("m") is first) == (second != "plain")
+        assert await app.metric('psc_model_info{device="cpu",layer="layer3",model="m",version="v1"}') == 1
+        assert await app.metric('psc_batch_size_sum{model="m"}') == 42
 
 
 async def test_reload_under_load_loses_nothing() -> None:
