@@ -16,6 +16,7 @@ import signal
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -110,12 +111,13 @@ def demo_bundle() -> Path:
 
 def run(arguments: Sequence[str]) -> int:
     """Serve until told to stop, and return the exit code."""
+    began = time.monotonic()
     # By default SIGHUP ends a process, and an operator may send it before there is anything to reload.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     settings = settings_from(arguments)
-    logging.config.dictConfig(log_config(settings.log_level))
+    logging.config.dictConfig(log_config(settings.log_level, is_terminal=sys.stderr.isatty()))
     if not settings.bundle:
         raise UsageError("no bundle to serve; pass --bundle DIR, or --demo")
     for name, path in settings.named_bundles:
@@ -129,20 +131,20 @@ def run(arguments: Sequence[str]) -> int:
         # Only to fail early on a port that is taken: each worker binds it again once its models are loaded.
         _listen(settings.host, settings.grpc_port).close()
     address = address_of(settings.host, listener.getsockname()[1], tls=settings.tls_certificate is not None)
-    logger.info("listening on %s", address)
+    logger.info("Loading %s, listening on %s", " and ".join(name for name, _ in settings.named_bundles), address)
     with leave_address(address) as is_left:
         if not is_left:
             logger.warning(
                 "no folder for temporary files is writable, so the health check goes by PSC_HOST and PSC_PORT"
             )
-        code = _serve(settings, listener)
+        code = _serve(settings, listener, address, began)
     from app.main import end_threads
 
     end_threads(code)
     return code
 
 
-def _serve(settings: Settings, listener: socket.socket) -> int:
+def _serve(settings: Settings, listener: socket.socket, address: str, began: float) -> int:
     """Import what serves, serve until told to stop, and return the exit code."""
     # Idle OpenMP threads would spin on the cores that decode images.  OpenMP reads this when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -153,7 +155,7 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
     gc.enable()
 
     try:
-        code, message = serve(settings, listener)
+        code, message = serve(settings, listener, address, began)
         if message:
             logger.critical("%s", message)
     except SystemExit as stop:  # Startup has failed, or a signal came before it was complete.

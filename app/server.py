@@ -19,7 +19,9 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -327,6 +329,14 @@ logger = logging.getLogger("psc.server")
 class UvicornHost(Host):
     """A process that ``psc-serve`` started, in which uvicorn runs."""
 
+    def __init__(self, address: str, began: float) -> None:
+        self._address = address
+        self._began = began  # when ``psc-serve`` was started, by the monotonic clock
+
+    def models_loaded(self, service: Service) -> None:
+        models = ", ".join(f"{served.name} on {served.model.device}" for served in service.registry.served)
+        logger.info("Ready: %s (%s, %.0f s)", self._address, models, time.monotonic() - self._began)
+
     def models_changed(self) -> None:
         settle_heap()
         gc.enable()
@@ -379,12 +389,12 @@ class UvicornHost(Host):
             gc.unfreeze()  # Or libraries would report at exit that their objects have leaked.
 
 
-def build(settings: Settings) -> FastAPI:
+def build(settings: Settings, address: str, began: float) -> FastAPI:
     """Prepare this process and build its application; uvicorn calls this in each worker."""
     prepare_process(settings)
     if multiprocessing.parent_process() is not None:  # A worker, whose code nobody reads once it was told to end.
         atexit.register(end_threads, ExitCode.OK)
-    return create_app(settings, host=UvicornHost())
+    return create_app(settings, host=UvicornHost(address, began))
 
 
 class Workers(Multiprocess):
@@ -451,7 +461,7 @@ def uvicorn_config(settings: Settings, application: Callable[[], FastAPI]) -> uv
         loop="uvloop",
         http=cast(type[LimitedProtocol], protocol),  # Uvicorn wants a class, but only calls it.
         ws="none",
-        log_config=log_config(settings.log_level),
+        log_config=log_config(settings.log_level, is_terminal=sys.stderr.isatty()),
         access_log=False,
         server_header=False,
         proxy_headers=False,
@@ -464,12 +474,13 @@ def uvicorn_config(settings: Settings, application: Callable[[], FastAPI]) -> uv
     )
 
 
-def serve(settings: Settings, listener: socket.socket) -> tuple[int, str]:
+def serve(settings: Settings, listener: socket.socket, address: str, began: float) -> tuple[int, str]:
     """Serve until told to stop; return the exit code, and the reason in one line if it is not 0."""
+    make = partial(build, settings, address, began)
     if settings.workers == 1:
-        return _serve_alone(settings, listener)
+        return _serve_alone(settings, listener, make)
     check(settings)  # Uvicorn would restart a worker that cannot use its settings for ever.
-    config = uvicorn_config(settings, partial(build, settings))
+    config = uvicorn_config(settings, make)
     with tempfile.TemporaryDirectory(prefix="psc-metrics-", dir=metrics_parent()) as folder:
         os.environ.setdefault(PROCESS_FILES, folder)
         workers = Workers(config, [listener])
@@ -496,8 +507,8 @@ def metrics_parent(places: Sequence[Path] | None = None) -> Path:
     )
 
 
-def _serve_alone(settings: Settings, listener: socket.socket) -> tuple[int, str]:
-    app = build(settings)
+def _serve_alone(settings: Settings, listener: socket.socket, make: Callable[[], FastAPI]) -> tuple[int, str]:
+    app = make()
     server = LastAccepting(uvicorn_config(settings, lambda: app))
     try:
         server.run([listener])

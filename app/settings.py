@@ -130,7 +130,7 @@ class Settings(BaseSettings):
     takes less than 2 ms."""
     backend: Literal["auto", Backend] = "auto"
     """Backend of the network on a CPU: `folded` (batch normalisation folded into convolutions), `plain`, `onnx` (ONNX
-    Runtime, extra `psc[onnx]`); `auto` measures them and takes the fastest on this machine."""
+    Runtime, extra `psc[onnx]`); `auto` starts on the first, measures all and goes on with the fastest."""
     compile: bool = False
     """Run the network through `torch.compile`."""
     allow_factories: Texts = ()
@@ -213,7 +213,8 @@ class Settings(BaseSettings):
     page: bool = True
     """Serve the page at `/`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level that is logged: `debug`, `info`, `warning` or `error`."""
+    """Lowest level that is logged: `debug`, `info`, `warning` or `error`. Lines are JSON; on a terminal they are
+    plain, and `info` shows only the start."""
     access_log: bool = False
     """Log a line for each request. Its client is taken from `X-Forwarded-For` if a proxy on this machine, or on an
     address in `FORWARDED_ALLOW_IPS`, sets that header."""

@@ -110,12 +110,27 @@ class JsonFormatter(logging.Formatter):
         return orjson.dumps(line, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
-def log_config(level: str) -> dict[str, Any]:
-    """Return a configuration for ``logging.config`` that logs every record at ``level`` or above as a JSON line."""
+class TerminalFormatter(logging.Formatter):
+    """Formats a record for a person: the message, and what ``extra`` holds; the level if it is a warning or worse."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname.capitalize()}: " if record.levelno >= logging.WARNING else ""
+        more = [f"{name}={value}" for name, value in vars(record).items() if name not in _STANDARD_FIELDS]
+        line = level + record.getMessage() + (f" ({', '.join(more)})" if more else "")
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def log_config(level: str, *, is_terminal: bool) -> dict[str, Any]:
+    """Return a configuration for ``logging.config`` that logs every record at ``level`` or above as a JSON line.
+
+    On a terminal lines are for people, and of the records at the level ``info`` only those that tell of the start.
+    """
+    start = level == "info" and is_terminal
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"json": {"()": JsonFormatter}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
-        "root": {"level": level.upper(), "handlers": ["stderr"]},
+        "formatters": {"lines": {"()": TerminalFormatter if is_terminal else JsonFormatter}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
+        "root": {"level": "WARNING" if start else level.upper(), "handlers": ["stderr"]},
+        "loggers": {name: {"level": "INFO"} for name in ("psc.cli", "psc.server") if start},
     }

@@ -277,7 +277,7 @@ old, new = SimpleNamespace(weight=torch.ones(64 << 18)), torch.ones(1)
 old.itself = old
 del old
 print(resident_mib())
-UvicornHost().models_changed()
+UvicornHost("", 0.0).models_changed()
 print(resident_mib())
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.tracing import JsonFormatter, begin_trace, configure_export, current_trace, trace_of_request
+from app.tracing import JsonFormatter, TerminalFormatter, begin_trace, configure_export, current_trace, trace_of_request
 from psc_core.errors import UsageError
 from tests.app.fakes import png
 from tests.app.support import PNG, running
@@ -152,3 +152,12 @@ def test_log_lines_are_json_with_the_trace_id() -> None:
     except ValueError as error:
         record = logging.LogRecord("psc.x", logging.ERROR, "f", 1, "bad", (), (ValueError, error, None))
     assert "ValueError: x" in json.loads(JsonFormatter().format(record))["exception"]
+
+
+def test_a_terminal_gets_plain_lines() -> None:
+    attributes = {"msg": "%s: drift alarm", "args": ("digits",), "window_ood_rate": 0.2}
+    lines = [
+        TerminalFormatter().format(logging.makeLogRecord({**attributes, "levelno": level, "levelname": name}))
+        for level, name in ((logging.INFO, "INFO"), (logging.WARNING, "WARNING"))
+    ]
+    assert lines == ["digits: drift alarm (window_ood_rate=0.2)", "Warning: digits: drift alarm (window_ood_rate=0.2)"]
