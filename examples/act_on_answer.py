@@ -33,4 +33,4 @@ with httpx.Client(base_url=url, headers={"X-API-Key": "secret"}, timeout=60) as 
         label = {"request_id": request, "image_index": index, **said}
         noted = service.post("/feedback", json=label).raise_for_status().json()
         print(f"    noted: {noted['label'] or noted['kind']}")
-print("with enough labels: psc-recalibrate BUNDLE --log log --out bundle-2")
+print("with enough labels: psc-recalibrate --bundle BUNDLE --log log --out bundle-2")

@@ -65,6 +65,9 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
 
 def add_log_flags(cli: argparse.ArgumentParser) -> None:
     cli.add_argument(
+        "--log", required=True, metavar="LOG", help="prediction log of psc-serve: a folder or s3://BUCKET/PREFIX"
+    )
+    cli.add_argument(
         "--model", metavar="NAME", help="name that the model was served under (default: the only one in the log)"
     )
     cli.add_argument("--since", type=day, metavar="DAY", help="first day of the log to use, YYYY-MM-DD")

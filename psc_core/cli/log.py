@@ -115,14 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _REPLAY_EXAMPLE = """example:
-  psc-replay log bundle-2 --out replay.html
+  psc-replay --bundle bundle-2 --log log --out replay.html
 """
 
 
 def replay_parser() -> argparse.ArgumentParser:
     cli = flags.command("psc-replay", "Answer the logged images of a prediction log again.", _REPLAY_EXAMPLE)
-    cli.add_argument("log", metavar="LOG", help="prediction log of psc-serve: a folder or s3://BUCKET/PREFIX")
-    cli.add_argument("bundle", type=Path, help="bundle that answers this time")
+    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="bundle that answers this time")
     flags.add_log_flags(cli)
     flags.add_model_flags(cli)
     cli.add_argument(
@@ -155,7 +154,7 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
 
 
 _RECALIBRATE_EXAMPLE = """example:
-  psc-recalibrate bundle --log log --out bundle-2
+  psc-recalibrate --bundle bundle --log log --out bundle-2
 The bundle stays as it is.  Network, density and head of the new one are the same (--extend-density gives it other
 numbers in the same density), so it is served as fast; only reviewed images of the log's random sample calibrate it.
 """
@@ -165,10 +164,7 @@ def recalibrate_parser() -> argparse.ArgumentParser:
     cli = flags.command(
         "psc-recalibrate", "Calibrate a bundle on the reviewed random sample of a prediction log.", _RECALIBRATE_EXAMPLE
     )
-    cli.add_argument("bundle", type=Path, help="bundle to calibrate again")
-    cli.add_argument(
-        "--log", required=True, metavar="LOG", help="prediction log of psc-serve: a folder or s3://BUCKET/PREFIX"
-    )
+    cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="bundle to calibrate again")
     flags.add_log_flags(cli)
     for name, text in (
         ("--alpha", "false-alarm rate of the OOD decision"),

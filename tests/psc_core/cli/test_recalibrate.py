@@ -23,7 +23,7 @@ def test_writes_a_new_version_beside_the_old_one(
     bundle = shutil.copytree(tiny_bundle, tmp_path / "old")
     (bundle / "examples").mkdir()
     (bundle / "examples" / "three.png").write_bytes(b"an image to try")
-    words = [str(bundle), "--log", str(tmp_path / "log"), "--allow-factories", "tests.tiny:network"]
+    words = ["--bundle", str(bundle), "--log", str(tmp_path / "log"), "--allow-factories", "tests.tiny:network"]
     out, before = tmp_path / "new", json.loads((bundle / "manifest.json").read_text())
     code, text, err = run(capsys, cli.recalibrate_main, [*words, "--risk", "auto", "--alpha", "0.1", "--out", str(out)])
     assert code == 0, err
@@ -51,7 +51,7 @@ def test_a_place_that_is_none_is_found_before_any_image_is_read(
     tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    words = [str(tiny_bundle), "--log", str(tmp_path / "no log"), "--out", str(tmp_path / "file")]
+    words = ["--bundle", str(tiny_bundle), "--log", str(tmp_path / "no log"), "--out", str(tmp_path / "file")]
     code, _, err = run(capsys, cli.recalibrate_main, words)
     assert code == 2 and "it is a file; choose another place" in err
 
@@ -62,7 +62,7 @@ def test_the_width_of_a_regression_changes(
     data = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
     assert data.values is not None
     write_log(tmp_path / "log", [Logged(dimmed(data, i), "label", repr(float(data.values[i]))) for i in range(60)])
-    words = [str(angle_bundle), "--log", str(tmp_path / "log"), "--allow-factories", "tests.tiny:network"]
+    words = ["--bundle", str(angle_bundle), "--log", str(tmp_path / "log"), "--allow-factories", "tests.tiny:network"]
     code, _, err = run(capsys, cli.recalibrate_main, [*words, "--max-width", "12.5", "--out", str(tmp_path / "new")])
     assert code == 0, err
     policies = [read_bundle(folder).manifest.policy.model_dump() for folder in (angle_bundle, tmp_path / "new")]
@@ -73,7 +73,7 @@ def test_the_width_of_a_regression_changes(
 
 def test_a_day_is_a_day(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.recalibrate_main(["bundle", "--log", "log", "--since", "yesterday"])
+        cli.recalibrate_main(["--bundle", "bundle", "--log", "log", "--since", "yesterday"])
     assert "expected a day as YYYY-MM-DD, got 'yesterday'" in capsys.readouterr().err
 
 
@@ -82,7 +82,7 @@ def test_extends_the_density(tiny_bundle: Path, data_root: Path, tmp_path: Path,
     labels = digits.first_labels().tolist()
     images = [Logged(dimmed(digits, i), "label", str(labels[i]), sampled=i < 120) for i in range(180)]
     write_log(tmp_path / "log", images)
-    words = [str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--extend-density"]
+    words = ["--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--extend-density"]
     code, text, err = run(
         capsys, cli.recalibrate_main, [*words, "--log", str(tmp_path / "log"), "--out", str(tmp_path / "new")]
     )

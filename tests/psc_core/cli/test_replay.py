@@ -14,7 +14,7 @@ from tests.psc_core.cli.support import run
 def test_prints_tables_and_writes_a_page(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log"
     write_log(log, [Logged(png(np.full((28, 28), 8 * i, np.uint8)), answered="1") for i in range(20)])
-    words = [str(log), str(tiny_bundle), "--allow-factories", "tests.tiny:network"]
+    words = ["--log", str(log), "--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network"]
     code, text, err = run(capsys, cli.replay_main, [*words, "--out", str(tmp_path / "page.html")])
     assert code == 0, err
     assert "Of all answered images, by the 20 of the random sample" in text
