@@ -202,8 +202,10 @@ def notebook_code() -> list[str]:
     return ["".join(cell["source"]) for cell in cells() if cell["cell_type"] == "code"]
 
 
-def test_it_is_kept_without_outputs() -> None:
-    assert all(cell["outputs"] == [] for cell in cells() if cell["cell_type"] == "code")
+def test_it_is_kept_with_its_outputs_which_name_no_place_of_a_machine() -> None:
+    outputs = json.dumps([cell.get("outputs") for cell in cells()])
+    assert "labels added" in outputs and "ended with 0" in outputs
+    assert not re.search(r"[ \"'](/|~/)\w+/|Traceback", outputs)
     for source in notebook_code():
         compile(source, str(NOTEBOOK), "exec")
 
@@ -219,7 +221,7 @@ def test_every_cell_runs(tmp_path: Path) -> None:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    for expected in ("reads _", "5 images", "of clothes", "accept", "labels added", "another decision", "ended with 0"):
+    for expected in ("reads _", "4 images", "of clothes", "accept", "labels added", "another decision", "ended with 0"):
         assert expected in ended.stdout
     rates = re.search(r"later images: (\S+)% before, (\S+)% after", ended.stdout)
     assert rates is not None and float(rates[2]) < float(rates[1])
