@@ -38,7 +38,7 @@ from app.settings import Settings
 from app.tracing import begin_trace, current_trace
 from psc_core.answers import BasePolicy
 from psc_core.log.erase import prune
-from psc_core.log.review import UnreviewedImages
+from psc_core.log.review import ReviewQueue
 from psc_core.log.store import (
     IMAGE_INDEX,
     IMAGE_PATH,
@@ -259,7 +259,7 @@ class LogWriter:
 
     def __init__(self, log: Log, settings: Settings, metrics: Metrics) -> None:
         self.log = log
-        self.unreviewed = UnreviewedImages(log)
+        self.review = ReviewQueue(log)
         # The longest time that a search of the log waits for this writer, and then takes, seconds; a third of the
         # deadline is left for reading the models.
         self.search_seconds = min(_MAX_SEARCH_SECONDS, settings.deadline_seconds / 3)

@@ -241,6 +241,7 @@ class RepeatFilter:
 MAX_LABELS: Final = 1000
 OTHER: Final = "(other)"
 _FLUSH_AT: Final = 4096  # the number of recorded requests at which the list is flushed, lest it grow without bound
+STEPS, STEP_SECONDS = 12, 300.0  # of the last hour
 
 
 class ModelRecorder:
@@ -270,6 +271,8 @@ class ModelRecorder:
         self._repeats = RepeatFilter(model.calibration.ood_scores)
         self._hidden = False
         self._predictions: list[tuple[Outputs[FloatArray], BaseDecisions, Sequence[int] | None]] = []
+        self._decisions = model.task.decision_names()
+        self._recent: dict[int, list[int]] = {}  # the monitored images of each step by the code of their decision
         self._batch_size = metrics.psc_batch_size.labels(model=name)
         self._inference_seconds = metrics.psc_inference_seconds.labels(model=name)
         self._queue_seconds = metrics.psc_queue_seconds.labels(model=name)
@@ -288,6 +291,13 @@ class ModelRecorder:
         """The state of the drift monitor, including the latest predictions."""
         self.flush()
         return self._drift.state
+
+    def last_hour(self) -> dict[str, list[int]]:
+        """Return how many monitored images got each decision in each step of the last hour, the oldest first."""
+        self.flush()
+        now, none = int(time.monotonic() / STEP_SECONDS), [0] * len(self._decisions)
+        counts = zip(*(self._recent.get(now - ago, none) for ago in range(STEPS)[::-1]), strict=True)
+        return dict(zip(self._decisions, map(list, counts), strict=True))
 
     def batch(self, size: int, seconds: float, waits: Sequence[float]) -> None:
         """Record a device step of ``size`` images, its time, and how long its requests had waited, seconds."""
@@ -337,6 +347,9 @@ class ModelRecorder:
                 histogram.observe(value)
         metrics.psc_ood_total.labels(model=name).inc(int((scores["ood_p_value"] <= self._ood_threshold).sum()))
         decided = np.concatenate([each.decision for _, each, _ in predictions])[counted]
+        now, counts = int(time.monotonic() / STEP_SECONDS), np.bincount(decided, minlength=len(self._decisions))
+        counts += self._recent.get(now, 0)
+        self._recent = {now: counts.tolist()} | {at: each for at, each in self._recent.items() if 0 < now - at < STEPS}
         for reason, code in self._abstentions.items():
             metrics.psc_abstained_total.labels(model=name, reason=reason).inc(int((decided == code).sum()))
         if not self._hidden:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 from typing import Any, Final, Self
 
@@ -18,7 +18,7 @@ from app.http.body import load_json, parse, parse_query, query_parameters, read_
 from app.http.model import ClassNames, PredictedNumber, TaskName
 from app.log import LogWriter
 from app.service import service_to
-from psc_core.answers import Document
+from psc_core.answers import ACCEPT, CLASSIFICATION_DECISIONS, REGRESSION_DECISIONS, Document
 from psc_core.errors import DataError, fault
 from psc_core.log.labels import LABEL, Label, LabelKind, write_labels
 from psc_core.log.review import Unreviewed
@@ -43,12 +43,11 @@ def add_label(writer: LogWriter, label: Label) -> Label:
     return checked
 
 
-def to_review(writer: LogWriter, limit: int) -> tuple[list[Unreviewed], dict[str, LoggedModel]]:
-    """Return the newest logged images that were not accepted and have no label, and their models by version."""
+def to_review(writer: LogWriter, query: _ReviewQuery) -> tuple[list[Unreviewed], dict[str, LoggedModel]]:
+    """Return the newest logged images that have no label, and their models by version."""
     writer.flush(writer.search_seconds)
-    found = writer.unreviewed.newest(limit=limit, seconds=writer.search_seconds)
-    versions = {each.row["bundle_version"] for each in found}
-    return found, {version: read_model(writer.log, version) for version in sorted(versions)}
+    found = writer.review.newest(query.limit, writer.search_seconds, query.decision.split(","), query.model)
+    return found, {each: read_model(writer.log, each) for each in {image.row["bundle_version"] for image in found}}
 
 
 def logged_image(writer: LogWriter, name: str) -> tuple[Any, int]:
@@ -138,6 +137,7 @@ async def feedback(request: Request) -> FeedbackDocument:
 
 
 MAX_IMAGES: Final = 50
+_NAMES: Final = "|".join(dict.fromkeys((*CLASSIFICATION_DECISIONS, *REGRESSION_DECISIONS)))
 _BLOCK_BYTES: Final = 1 << 16
 # The headers of a logged image: anyone may have sent it, so it must not run; and it may be erased, so it must not be
 # cached.
@@ -149,7 +149,7 @@ _HEADERS: Final = {
 
 
 class ImageToReview(Document):
-    """A logged image that was not accepted and has no label."""
+    """A logged image without a label."""
 
     request_id: str
     image_index: int
@@ -160,6 +160,7 @@ class ImageToReview(Document):
     bundle_version: str
     decision: str
     label: str | None = Field(description="The most probable class; null for a regression.")
+    likely: dict[str, float] = Field(description="The most probable classes, at most ten, with their probabilities.")
     policy: dict[str, Any] = Field(description="The thresholds behind the decision.")
     scores: dict[str, float] = Field(description="The scores of the answer, by name.")
     checks: dict[str, float] = Field(description="The p-value of each check.")
@@ -182,6 +183,12 @@ class ReviewDocument(Document):
 
 class _ReviewQuery(BaseModel):
     limit: int = Field(default=12, ge=1, le=MAX_IMAGES, description="Maximum number of images.")
+    model: str | None = Field(default=None, description="Only images of this model.")
+    decision: str = Field(
+        default=_NAMES.removeprefix(f"{ACCEPT}|").replace("|", ","),
+        pattern=f"^({_NAMES})(,({_NAMES}))*$",
+        description="Decisions, separated by commas; `accept` lists accepted images of the random sample.",
+    )
 
 
 review_router = APIRouter(tags=["feedback"], responses=responses(401, 403, 429, 503, 504))
@@ -194,18 +201,34 @@ review_router = APIRouter(tags=["feedback"], responses=responses(401, 403, 429, 
     openapi_extra={"parameters": query_parameters(_ReviewQuery)},
 )
 async def images(request: Request) -> ReviewDocument:
-    """List the newest logged images (with `--log`) that were neither accepted nor reviewed.
+    """List the newest logged images (with `--log`) without a label, by default those that were not accepted.
 
     `POST /feedback` takes a label on them.
     """
     service = service_to("feedback", request)
     query = parse_query(_ReviewQuery, request)
-    found, models = await service.search_log(lambda log: to_review(log, query.limit))
+    found, models = await service.search_log(lambda log: to_review(log, query))
     reviewed = {
         version: ReviewedModel(task=each.task.name, classes=list(each.classes), target=each.task.number())
         for version, each in models.items()
     }
-    return ReviewDocument(images=[_image(each) for each in found], models=reviewed)
+    return ReviewDocument(images=[_image(each, models) for each in found], models=reviewed)
+
+
+class CheckedDocument(Document):
+    """The accepted images of the random sample that people have labelled; none of a regression."""
+
+    checked: int = Field(description="Their number, of the model as it is served now, in the last seven days.")
+    right: int = Field(description="Those with the label that was answered.")
+
+
+@review_router.get("/models/{name}/checked", summary="Checked answers", responses=responses(404))
+async def checked(request: Request, name: str) -> CheckedDocument:
+    """Count the accepted images of the random sample that people have labelled, but for `cannot_tell`."""
+    service = service_to("feedback", request)
+    version, since = service.registry.get(name).model.version, datetime.now(UTC) - timedelta(days=7)
+    found = await service.search_log(lambda log: log.review.checked(name, version, since, log.search_seconds))
+    return CheckedDocument(checked=found[0], right=found[1])
 
 
 @review_router.get(
@@ -228,9 +251,10 @@ def _blocks(file: Any) -> Iterator[bytes]:
             yield block
 
 
-def _image(found: Unreviewed) -> ImageToReview:
-    row = found.row
+def _image(found: Unreviewed, models: dict[str, LoggedModel]) -> ImageToReview:
+    row, classes = found.row, models[found.row["bundle_version"]].classes
+    likely = sorted(zip(row.get("probabilities") or (), classes, strict=False), reverse=True)[:10]
     taken = {name: row[name] for name in ImageToReview.model_fields if name in row}
     made = {"file": PurePosixPath(row[IMAGE_PATH]).name, "model": found.model, "scores": found.scores}
     made |= {"policy": json.loads(row["policy"]), "checks": dict(row["checks"] or ())}
-    return ImageToReview(**(taken | made))
+    return ImageToReview(**(taken | made), likely={label: probability for probability, label in likely})

@@ -105,6 +105,9 @@ class RecentDocument(Document):
     alpha: float
     drift_active: bool = Field(description="Whether an episode of drift is going on.")
     drift_alarms: int = Field(description="The number of episodes since this process began to serve the model.")
+    tail_probability: float = Field(description="As `psc_drift_window_tail_probability`.")
+    hour: dict[str, list[int]] = Field(description="The last hour's monitored images by decision, oldest first.")
+    workers: int = Field(description="The number of processes; each knows its own answers only.")
     queued_images: int
     queue_limit: int
 
@@ -194,6 +197,9 @@ async def live(request: Request, name: str) -> RecentDocument:
         alpha=served.policy.alpha,
         drift_active=drift.is_active,
         drift_alarms=drift.alarms,
+        tail_probability=drift.window_tail_probability,
+        hour=served.recorder.last_hour(),
+        workers=service_of(request).settings.workers,
         queued_images=served.engine.pending,
         queue_limit=served.recorder.queue_limit,
     )

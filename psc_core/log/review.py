@@ -5,7 +5,7 @@ in the order of digests, so that its reviewed part is a random sample too (:mod:
 threshold, by the number of images between; the most unusual images, by OOD score; and diverse images, each the one
 farthest, in standardised scores and probabilities, from all chosen before.  Only the first list is a fair sample.
 
-A page shows the newest images that a model abstained on; a label on one counts for a rate only if it was sampled.
+A page shows the newest images, and how many accepted answers were right: of the random sample alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from datetime import datetime
+from itertools import chain, groupby, islice, zip_longest
 from typing import Any, Final
 
 import numpy as np
@@ -26,7 +27,7 @@ import numpy.typing as npt
 from psc_core.answers import ACCEPT
 from psc_core.errors import DataError
 from psc_core.log import store
-from psc_core.log.labels import Labels, label_files, label_keys, row_keys
+from psc_core.log.labels import CANNOT_TELL, Labels, label_files, label_keys, row_keys
 from psc_core.log.store import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, Log
 
 MAX_CANDIDATES: Final = 100_000  # maximum number of a model's images that are considered, the newest ones
@@ -196,38 +197,60 @@ def _data(each: ReviewImage, prefix: str) -> dict[str, Any]:
 
 _CHUNK: Final = 500  # maximum number of rows that are converted to Python objects at a time
 _FILES: Final = 200  # maximum number of files of labels that are read at a time
+_Label = tuple[datetime, str, str | None]  # its time, kind and label
 
 
 @dataclass(frozen=True)
 class Unreviewed:
-    """A logged image that the model abstained on and nobody has reviewed yet."""
+    """A logged image that nobody has reviewed yet."""
 
     model: str
-    row: Mapping[str, Any]  # its columns without scores and probabilities
+    row: dict[str, Any]  # its columns without scores
     scores: Mapping[str, float]
+    file: str  # with its row
 
 
-class UnreviewedImages:
+class ReviewQueue:
     """Finds these images, and reads each file of labels once, since a service writes one for each; not thread-safe."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self._read: set[str] = set()
-        self._reviewed: set[int] = set()  # hashes of the keys of reviewed images
+        self._last: dict[int, _Label] = {}  # by the hashes of the keys of reviewed images
 
-    def newest(self, *, limit: int, seconds: float) -> list[Unreviewed]:
+    def newest(self, limit: int, seconds: float, decisions: Sequence[str], model: str | None) -> list[Unreviewed]:
         """Return the newest unreviewed images, each once; after so many ``seconds`` no further file is opened."""
-        ends = time.monotonic() + seconds
-        self._read_labels(ends)
+        self._read_labels(ends := time.monotonic() + seconds)
         found: dict[str, Unreviewed] = {}
-        for each in _abstained(self._log, ends):
-            row, digest = each.row, each.row[SHA256]
-            keys = row_keys(each.model, row[REQUEST_ID], row[IMAGE_INDEX], digest)
-            if self._reviewed.isdisjoint(map(hash, keys)) and store.is_stored(digest, row[IMAGE_PATH]):
-                found.setdefault(digest, each)
+        for each in _stored(self._log, ends, decisions, model):
+            if self._label(each) is None and store.is_stored(each.row[SHA256], each.row[IMAGE_PATH]):
+                found.setdefault(each.row[SHA256], each)
             if len(found) >= limit:
                 break
+        # The probabilities, thousands for some models, are read for these images alone.
+        rows = {(each.row[REQUEST_ID], each.row[IMAGE_INDEX]): each.row for each in found.values()}
+        wanted = store.arrow().dataset.field(REQUEST_ID).isin([request_id for request_id, _ in rows])
+        for name in {each.file for each in found.values()}:
+            for batch in store.rows_of_file(self._log, name, wanted, [REQUEST_ID, IMAGE_INDEX, "probabilities"]):
+                for *key, probabilities in zip(*(column.to_pylist() for column in batch), strict=True):
+                    rows.get(tuple(key), {})["probabilities"] = probabilities
         return list(found.values())
+
+    def checked(self, model: str, version: str, since: datetime, seconds: float) -> tuple[int, int]:
+        """Return how many accepted images of the random sample people could label, and how many answers were right."""
+        self._read_labels(ends := time.monotonic() + seconds)
+        found: dict[str, bool] = {}
+        for each in _stored(self._log, ends, [ACCEPT], model):
+            if each.row["time"] < since:
+                break
+            _, kind, label = self._label(each) or (None, CANNOT_TELL, None)
+            if kind != CANNOT_TELL and each.row["bundle_version"] == version and each.row["label"] is not None:
+                found.setdefault(each.row[SHA256], label == each.row["label"])
+        return len(found), sum(found.values())
+
+    def _label(self, image: Unreviewed) -> _Label | None:
+        keys = row_keys(image.model, *(image.row[name] for name in (REQUEST_ID, IMAGE_INDEX, SHA256)))
+        return max((self._last[key] for key in map(hash, keys) if key in self._last), default=None)
 
     def _read_labels(self, ends: float) -> None:
         """Read the files of labels that have not been read yet, the newest first."""
@@ -237,48 +260,46 @@ class UnreviewedImages:
             if time.monotonic() > ends:
                 return
             names = new[start : start + _FILES]
-            for named in _named(self._log, names):
-                self._reviewed.update(map(hash, label_keys(*named)))
+            for key, label in _labels(self._log, names):
+                self._last[key] = max(label, self._last.get(key, label))
             self._read.update(names)
 
 
-def _abstained(log: Log, ends: float) -> Iterator[Unreviewed]:
-    """Yield logged images that were not accepted, file by file, the files that were written last first."""
+def _stored(log: Log, ends: float, decisions: Sequence[str], model: str | None) -> Iterator[Unreviewed]:
+    """Yield logged images with these decisions, the files that were written last first; of accepted ones a sample."""
     pa: Any = store.arrow()
     ds = pa.dataset
-    wanted = (ds.field("decision") != ACCEPT) & ds.field(IMAGE_PATH).is_valid() & ds.field(SHA256).is_valid()
-    for name, model in _files(log):
+    wanted = ds.field("decision").isin(decisions) & ((ds.field("decision") != ACCEPT) | ds.field("sampled"))
+    wanted &= ds.field(IMAGE_PATH).is_valid() & ds.field(SHA256).is_valid()
+    for name, of in _files(log):
         if time.monotonic() > ends:
             return
-        batches = list(store.rows_of_file(log, name, wanted, without=["probabilities"]))
+        batches = list(store.rows_of_file(log, name, wanted, without="probabilities")) if model in (None, of) else []
         if not batches:
             continue
         table = pa.Table.from_batches(batches).sort_by([("time", "descending")])
         scores = store.scores_in(table.schema)
         for start in range(0, len(table), _CHUNK):
             rows = table.slice(start, _CHUNK).to_pylist()
-            yield from (Unreviewed(model, row, {score: row.pop(score) for score in scores}) for row in rows)
+            yield from (Unreviewed(of, row, {score: row.pop(score) for score in scores}, name) for row in rows)
 
 
 def _files(log: Log) -> Iterator[tuple[str, str]]:
     """Yield the files of rows with their models, the files that were written last first."""
     days = sorted({(day, model) for model in store.models_in(log) for day in store.days_of(log, model)}, reverse=True)
-    for day in dict.fromkeys(day for day, _ in days):
-        files = [
-            (written, name, model)
-            for of, model in days
-            if of == day
-            for name, written in log.names(f"model={model}/day={day}", suffix=".parquet")
-        ]
+    for _, group in groupby(days, lambda each: each[0]):
+        places = ((f"model={model}/day={day}", model) for day, model in group)
+        files = [(written, name, of) for place, of in places for name, written in log.names(place, suffix=".parquet")]
         yield from ((name, model) for _, name, model in sorted(files, reverse=True))
 
 
-def _named(log: Log, names: Sequence[str]) -> Iterator[tuple[str | None, str | None, int | None, str | None]]:
+def _labels(log: Log, names: Sequence[str]) -> Iterator[tuple[int, _Label]]:
     pa: Any = store.arrow()
     try:
         paths = [log.path(name) for name in names]
         files = pa.dataset.dataset(paths, filesystem=log.files, format="parquet", schema=store.label_schema())
-        labels = files.to_table(columns=["model", REQUEST_ID, IMAGE_INDEX, SHA256])
+        labels = files.to_table(columns=["model", REQUEST_ID, IMAGE_INDEX, SHA256, "time", "kind", "label"])
     except pa.ArrowException as error:
         raise DataError(f"{log.where} has a file of labels that cannot be read ({error}); remove it") from error
-    yield from zip(*(column.to_pylist() for column in labels), strict=True)
+    for *named, at, kind, label in zip(*(column.to_pylist() for column in labels), strict=True):
+        yield from ((hash(key), (at, kind, label)) for key in label_keys(*named))

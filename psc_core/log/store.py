@@ -275,7 +275,7 @@ def read_rows(
     """Yield the rows of a model as ``pyarrow.RecordBatch``, each with rows of a single bundle."""
     ds = arrow().dataset
     wanted = ds.field("sampled") if sampled else ds.scalar(True)
-    return _scan(log, model, days_of(log, model) if days is None else days, wanted, columns)
+    return _scan(log, model, days_of(log, model) if days is None else days, wanted, columns or ())
 
 
 def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | None:
@@ -289,26 +289,22 @@ def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | No
     return None
 
 
-def rows_of_file(
-    log: Log, name: str, wanted: Any, columns: Sequence[str] | None = None, without: Sequence[str] = ()
-) -> Iterator[Any]:
+def rows_of_file(log: Log, name: str, wanted: Any, columns: Sequence[str] = (), without: str = "") -> Iterator[Any]:
     """Yield the rows of one file that match a ``pyarrow.dataset`` filter, as :func:`read_rows` does."""
     pa = arrow()
     try:
         # Each file is its own data set, because a data set of several files would have only the columns of the first.
         file = pa.dataset.dataset(log.path(name), filesystem=log.files, format="parquet")
         names = file.schema.names
-        if columns is None:
-            some = [each for each in names if each not in without]
-        else:
-            some = [each for each in columns if each in names or each in row_schema(()).names]
+        known = {*names, *row_schema(()).names} - {without}
+        some = [each for each in columns or names if each in known]
         batches = file.to_batches(columns=some, filter=wanted, batch_size=_BATCH)
         yield from (batch for batch in batches if batch.num_rows)
     except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
         raise DataError(f"{log.where}/{name} is not a file of rows ({error}); remove it") from error
 
 
-def _scan(log: Log, model: str, days: Sequence[str], wanted: Any, columns: Sequence[str] | None) -> Iterator[Any]:
+def _scan(log: Log, model: str, days: Sequence[str], wanted: Any, columns: Sequence[str]) -> Iterator[Any]:
     for day in days:
         for name, _ in log.names(f"model={model}/day={day}", suffix=".parquet"):
             yield from rows_of_file(log, name, wanted, columns)

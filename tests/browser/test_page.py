@@ -487,7 +487,7 @@ def test_saves_what_is_shown(page: Driver, files: dict[str, Path], tmp_path: Pat
     assert strange["is_ood"] == (strange["decision"] == "abstain_ood")
 
 
-def test_examples_and_the_last_images(driver: Driver, files: dict[str, Path], tmp_path: Path) -> None:
+def test_examples_and_a_service_without_a_log(driver: Driver, files: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "examples").mkdir()
     shutil.copy(files["clear"], tmp_path / "examples" / "bright.png")
     models = {"first": FakeModel(), "second": FakeModel("v2")}
@@ -495,8 +495,9 @@ def test_examples_and_the_last_images(driver: Driver, files: dict[str, Path], tm
         driver.get(url)
         until(lambda: "3 classes" in content(driver, "#model"))
         assert "images of 8 × 8 pixels" in content(driver, "#expects")
-        find(driver, "#about summary")[0].click()
-        until(lambda: text(driver, "#live").startswith("No image yet · no drift alarms · queue 0 of "))
+        find(driver, "#views [href='#live']")[0].click()
+        until(lambda: text(driver, "#drift-word") == "Too few images" and says(driver, "#checked", "--log"))
+        find(driver, "#views [href='#try']")[0].click()
         until(lambda: text(driver, "#examples button") == "bright")
         find(driver, "#examples button")[0].click()
         until(lambda: text(driver, ".tile") == "✓ Accept\nbright")

@@ -1,7 +1,8 @@
-"""The review queue on the page in a real Chromium: shown to holders of a key, reviewed by mouse and by keyboard."""
+"""The review queue and the live view of the page in a real Chromium, by keyboard and on a telephone."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +33,8 @@ from tests.served import HTTP
 
 __all__ = ["chromium", "driver", "screen"]
 
-TAB, ENTER = "\ue004", "\ue007"
+ENTER = "\ue007"
+GLANCE_SECONDS = 0.2  # after which the page takes an answer to an image
 
 
 @pytest.fixture
@@ -42,97 +44,123 @@ def log(tmp_path: Path) -> Log:
 
 @pytest.fixture
 def url(log: Log) -> Iterator[str]:
+    """A service with two unclear images, an accepted one of the random sample, and too wide an interval."""
     models = {"m": FakeModel(), "v": FakeValueModel(version="w1")}
-    with live_server(
-        models, log=log.where, log_images="abstained", log_sample=0.0, feedback_keys="reviewer", log_flush_seconds=3600
-    ) as url:
-        for path, values in (("predict", (64, 65, 255)), ("models/v/predict", (255,))):
+    with live_server(models, log=log.where, log_sample=1.0, feedback_keys="reviewer", log_flush_seconds=3600) as url:
+        for path, values in (("predict", (64, 65, 254)), ("models/v/predict", (255,))):
             for value in values:
                 answer = HTTP.post(f"{url}/{path}", content=png(value), headers={"content-type": "image/png"})
                 assert answer.status_code == 200
         yield url
 
 
-def look(driver: Driver, url: str, key: str = "reviewer", cases: int = 3) -> None:
+def look(driver: Driver, url: str, images: int = 4) -> None:
     driver.get(url)
-    driver.execute_script("sessionStorage.clear()")
-    until(find(driver, "#review")[0].is_displayed)
-    find(driver, "#review summary")[0].click()
-    until(find(driver, "#review-key-form")[0].is_displayed)
-    find(driver, "#review-key")[0].send_keys(key + ENTER)
-    if cases:
-        until(lambda: len(find(driver, ".case")) == cases)
+    driver.execute_script("sessionStorage.setItem('psc-feedback-key', 'reviewer')")
+    until(find(driver, "#views [href='#review']")[0].is_displayed)
+    find(driver, "#views [href='#review']")[0].click()
+    shows(driver, f"0 of {images} done")
 
 
-def labels(log: Log) -> list[tuple[str, str | None, str]]:
-    return [
-        (label.kind, label.label, label.source)
-        for name, _ in sorted(log.names("labels"), key=lambda each: each[1])
-        for label in read_label_file(log, name)
-    ]
+def shows(driver: Driver, status: str) -> None:
+    until(lambda: text(driver, "#review-status") == status)
 
 
-def test_a_person_reviews_the_last_abstentions(driver: Driver, url: str, log: Log) -> None:
-    look(driver, url, "wrong", cases=0)
-    until(lambda: says(driver, "#review-status", "is not accepted"))
-    find(driver, "#review-key")[0].send_keys("reviewer" + ENTER)
-    until(lambda: len(find(driver, ".case")) == 3)
+def press(driver: Driver, keys: str) -> None:
+    until(lambda: all(each.get_property("naturalWidth") == 8 for each in find(driver, "#stage img, #stage:empty")))
+    time.sleep(GLANCE_SECONDS)
+    driver.switch_to.active_element.send_keys(keys)
+
+
+def labels(log: Log) -> list[tuple[str, str | None]]:
+    files = sorted(log.names("labels"), key=lambda each: each[1])
+    return [(label.kind, label.label) for name, _ in files for label in read_label_file(log, name)]
+
+
+def test_keys_label_and_take_back(driver: Driver, url: str, log: Log) -> None:
+    driver.get(f"{url}/#review")
+    driver.execute_script("sessionStorage.clear(); location.reload()")
+    until(lambda: says(driver, "#review-status", "needs an API key"))
+    for key in ("wrong", "reviewer"):
+        find(driver, "#review-key")[0].send_keys(key + ENTER)
+        until(lambda key=key: says(driver, "#review-status", "is not accepted" if key == "wrong" else "0 of 4"))
     driver.get_log("browser")  # It complains about each 401.
-    assert text(driver, "#review-status") == "0 of 3 reviewed."
     assert not find(driver, "#review-key-form")[0].is_displayed()
-    value, first, _ = find(driver, ".case")
-    assert "? Unclear guess: 100 %" in value.text and "The interval is wider than 14 %" in value.text
-    assert "? Unclear guess: middle" in first.text and "a person should choose" in first.text
-    until(lambda: all(each.get_property("naturalWidth") == 8 for each in find(driver, ".case img")))
-    options = [each.text for each in first.find_elements("css selector", "option")]
-    assert options == ["choose a class", "middle", "dark", "bright"]
-    first.find_element("css selector", "[type=submit]").click()  # Nothing is chosen yet.
-    assert labels(log) == []
-    first.find_elements("css selector", "option")[2].click()
-    first.find_element("css selector", "[type=submit]").click()
-    until(lambda: "✓ dark" in first.text)
-    first.find_element("css selector", "[name=cannot_tell]").click()  # On second thoughts.
-    until(lambda: "✓ Cannot tell" in first.text)
-    value.find_element("css selector", "input").send_keys("97.5")
-    value.find_element("css selector", "[type=submit]").click()
-    until(lambda: text(driver, "#review-status") == "2 of 3 reviewed.")
-    assert labels(log) == [("label", "dark", "page"), ("cannot_tell", None, "page"), ("label", "97.5", "page")]
-    find(driver, "#review-again")[0].click()
-    until(lambda: len(find(driver, ".case")) == 1)
+    assert text(driver, "#case-guess") == "guess: 100 %" and "is wider than 14 %" in text(driver, "#case-reason")
+    press(driver, "97.5" + ENTER)
+    shows(driver, "1 of 4 done, last: 97.5")
+    assert text(driver, "#case-badge") == "✓ Spot check" and text(driver, "#case-guess") == "guess: bright"
+    press(driver, ENTER)  # It accepts the guess.
+    shows(driver, "2 of 4 done, last: bright")
+    assert text(driver, "#case-badge") == "? Unclear" and text(driver, "#case-reason").startswith("Middle and dark fit")
+    assert [each.text.replace("\n", " ") for each in find(driver, "#answers button")] == [
+        "1 dark", "2 middle", "3 bright",
+    ]  # fmt: skip
+    press(driver, "1")
+    shows(driver, "3 of 4 done, last: dark")
+    press(driver, "z")
+    until(lambda: says(driver, "#review-status", "until you do, “dark” counts"))
+    press(driver, "+")
+    press(driver, "3")
+    shows(driver, "3 of 4 done, last: bright")
+    press(driver, "n")
+    shows(driver, "4 done. No logged image waits for a label.")
+    assert labels(log) == [
+        ("label", "97.5"), ("label", "bright"), ("label", "dark"), ("label", "bright"), ("none_of_the_classes", None),
+    ]  # fmt: skip
+    press(driver, "z")  # Also after the last.
+    until(find(driver, "#case")[0].is_displayed)
+    press(driver, "u")
+    until(lambda: labels(log)[5:] == [("cannot_tell", None)])
     assert errors(driver) == []
 
 
-def test_the_keyboard_is_enough(driver: Driver, url: str, log: Log) -> None:
+def test_a_telephone_shows_image_and_answers_without_scrolling(driver: Driver, url: str, log: Log) -> None:
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     look(driver, url)
-    driver.execute_script("document.querySelector('.case input').focus()")
+    entries = "return performance.getEntriesByType('resource').filter(({name}) => name.endsWith('.png')).length"
+    until(lambda: driver.execute_script(entries) == 4)  # The next ones too.
+    for kind, count in (("abstain_ambiguous,abstain_uncertain", 3), ("accept", 1), ("", 4)):
+        find(driver, f"#review-reason [value='{kind}']")[0].click()
+        shows(driver, f"0 of {count} done")
+    find(driver, "#review-model [value=m]")[0].click()
+    shows(driver, "0 of 3 done")
+    for selector, status in (("#skip", "0 of 3 done"), ("#answers button", "1 of 3 done, last: dark")):
+        press(driver, "")
+        bottoms = [each.rect["y"] + each.rect["height"] for each in find(driver, ".case button") if each.is_displayed()]
+        assert len(bottoms) == 8 and max(bottoms) <= 844
+        assert find(driver, "#stage")[0].rect["height"] >= 240
+        find(driver, selector)[0].click()
+        shows(driver, status)
+    until(lambda: labels(log) == [("label", "dark")])
+    find(driver, "#stage")[0].click()
+    stage, image = find(driver, "#stage")[0].rect, find(driver, "#stage img")[0].rect
+    assert image["width"] == pytest.approx(2 * stage["width"], rel=0.05)
+    assert driver.execute_script("return [document.documentElement.scrollWidth, innerWidth]") == [390, 390]
 
-    def press(keys: str) -> None:
-        driver.switch_to.active_element.send_keys(keys)
 
-    press("90" + ENTER)
-    until(lambda: driver.switch_to.active_element.tag_name == "select")  # Of the next image.
-    press("bright")
-    press(TAB)
-    press(ENTER)
-    until(lambda: len(labels(log)) == 2)
-    until(lambda: driver.switch_to.active_element.tag_name == "select" and says(driver, "#review-status", "2 of 3"))
-    for _ in range(2):
-        press(TAB)
-    press(ENTER)
-    until(lambda: driver.switch_to.active_element.get_attribute("id") == "review-again")
-    assert [each[:2] for each in labels(log)] == [("label", "90.0"), ("label", "bright"), ("none_of_the_classes", None)]
-    press(ENTER)
-    until(lambda: text(driver, "#review-status") == "No logged image waits for a label.")
+def test_many_classes_are_found_by_their_names(driver: Driver, url: str) -> None:
+    driver.get(url)
+    found = driver.execute_async_script(
+        "const done = arguments[0]; import('./page/tasks.js').then(({TASKS: {classification: task}}) => {"
+        "const classes = [...Array(12).keys()].map((index) => `class ${index}`);"
+        "const likely = {'class 3': 0.2, 'class 7': 0.5};"
+        "done([task.choices({label: 'class 7', likely}, {classes}),"
+        "...['CLASS 11', 'class 1', 'class', 'x'].map((text) => task.label(text, {classes}) ?? null)]); });"
+    )
+    assert found == [["class 7", "class 3"], "class 11", "class 1", None, None]
 
 
-def test_what_cannot_be_reviewed_says_why(driver: Driver, url: str, log: Log) -> None:
+def test_what_cannot_be_saved_says_why(driver: Driver, url: str, log: Log) -> None:
     look(driver, url)
-    first = find(driver, ".case")[1]
+    find(driver, "#review-model [value=m]")[0].click()
+    shows(driver, "0 of 3 done")
     for name, _ in list(log.names("images")):
         erase(log, name.rsplit("/", 1)[1].split(".")[0])
-    first.find_element("css selector", "[name=cannot_tell]").click()
-    until(lambda: "was erased" in first.text)
-    assert text(driver, "#review-status") == "0 of 3 reviewed."
+    press(driver, "u")
+    until(lambda: says(driver, "#review-status", "was erased"))
+    assert labels(log) == []
 
 
 def test_is_offered_though_requests_failed_once(driver: Driver, url: str) -> None:
@@ -142,17 +170,42 @@ def test_is_offered_though_requests_failed_once(driver: Driver, url: str) -> Non
 
 def test_only_where_the_service_keeps_a_log(driver: Driver) -> None:
     with live_server({"m": FakeModel()}) as url:
-        driver.get(url)
+        driver.get(f"{url}/#review")
         until(lambda: "3 classes" in content(driver, "#model"))
-        assert not find(driver, "#review")[0].is_displayed()
+        assert not find(driver, "#review, #views [href='#review']")[0].is_displayed()
+        assert find(driver, "#upload")[0].is_displayed()
 
 
-def test_can_be_read_and_used_everywhere(driver: Driver, url: str, screen: tuple[int, str]) -> None:
+def test_live_shows_what_was_sent_and_how_much_of_it_was_right(driver: Driver, url: str) -> None:
     look(driver, url)
-    find(driver, ".case")[0].find_element("css selector", "[name=cannot_tell]").click()
-    until(lambda: text(driver, "#review-status") == "1 of 3 reviewed.")
+    find(driver, "#review-reason [value=accept]")[0].click()
+    shows(driver, "0 of 1 done")
+    press(driver, "3")
+    until(lambda: says(driver, "#review-status", "No logged image waits"))
+    find(driver, "#views [href='#live']")[0].click()
+    until(lambda: text(driver, "#hour-parts") == "✓ Accept 1, 33.3 %\n? Unclear 2, 66.7 %\n! Unusual 0, 0.0 %")
+    assert not find(driver, "#upload")[0].is_displayed()
+    accepted, unclear, unusual = (
+        max(each.rect["height"] for each in find(driver, f"#hour [data-decision={decision}]"))
+        for decision in ("accept", "abstain_ambiguous", "abstain_ood")
+    )
+    assert unclear == pytest.approx(2 * accepted, rel=0.1) and unusual == 0
+    assert text(driver, "#drift-word") == "Too few images"
+    HTTP.post(f"{url}/predict", files=[("images", (f"{value}.png", png(value))) for value in range(60)])
+    until(lambda: text(driver, "#drift-word") == "✓ Ordinary" and "0.0 % of the last 63" in text(driver, "#drift"))
+    until(lambda: says(driver, "#checked", "1 of 1 checked answers were right."))
+    assert errors(driver) == []
+
+
+@pytest.mark.parametrize("view", ["review", "live"])
+def test_can_be_read_and_used_everywhere(driver: Driver, url: str, screen: tuple[int, str], view: str) -> None:
+    look(driver, url)
+    press(driver, "5" + ENTER)
+    shows(driver, "1 of 4 done, last: 5")
+    find(driver, f"#views [href='#{view}']")[0].click()
+    until(find(driver, f"#{view}")[0].is_displayed)
     found, inner = driver.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
     assert found <= inner == screen[0]
-    assert all(each.rect["width"] <= inner for each in find(driver, ".case, .case *"))
+    assert all(each.rect["width"] <= inner for each in find(driver, ".view *"))
     if AXE:
         assert violations(driver) == []

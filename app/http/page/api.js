@@ -77,8 +77,13 @@ export async function getExample(name, file) {
   return new File([await response.blob()], file, { type: response.headers.get("Content-Type") ?? "" });
 }
 
-export async function getUnreviewed() {
-  return (await patiently(() => request("feedback/images", {}, FEEDBACK_KEY))).json();
+export async function getChecked(name) {
+  return (await patiently(() => request(path(name, "/checked"), {}, FEEDBACK_KEY))).json();
+}
+
+export async function getUnreviewed(decision, model) {
+  const query = new URLSearchParams({ limit: 50, decision, ...(model && { model }) });
+  return (await patiently(() => request(`feedback/images?${query}`, {}, FEEDBACK_KEY))).json();
 }
 
 export async function getLoggedImage(file) {
@@ -87,7 +92,7 @@ export async function getLoggedImage(file) {
 
 export async function sendLabel(label) {
   const headers = { "Content-Type": "application/json" };
-  await request("feedback", { method: "POST", headers, body: JSON.stringify(label) }, FEEDBACK_KEY);
+  await request("feedback", { method: "POST", headers, body: JSON.stringify(label), keepalive: true }, FEEDBACK_KEY);
 }
 
 // The explanation is requested at once, and nothing that a person tries out counts in the service's drift.

@@ -1,19 +1,19 @@
 // The page at "/": sends each image to the service, shows the answers, and decides again when thresholds change.
 
-import { getExample, getExamples, getLive, getModel, isPassing, patiently, predict, Problem, useKey } from "./api.js";
+import { getExample, getExamples, getModel, isPassing, patiently, predict, Problem, useKey } from "./api.js";
 import { decide } from "./decide.js";
-import { percent } from "./format.js";
 import { arrange, mark, newTile, reach, showFilters, showTile, sorted, step, visible } from "./grid.js";
-import { offerReview, startReview } from "./review.js";
+import { showLive } from "./live.js";
+import { showReview } from "./review.js";
 import { openPanel, showPanel } from "./panel.js";
 import { drawChart } from "./plots.js";
 import { chosen, showPolicy } from "./policy.js";
 import { save, toCsv, toJson } from "./save.js";
 import { taskOf } from "./tasks.js";
+import { offerViews, startViews } from "./views.js";
 import { sentence } from "./why.js";
 
 const PARALLEL = 4;
-const LIVE_MILLISECONDS = 2000;
 const RETRY_MILLISECONDS = 1000;
 const RENEWALS = 3;
 
@@ -57,9 +57,8 @@ async function loadModel(name = null) {
   fill("rivals", model.models.filter((each) => each !== model.name), view.rival?.name, "nothing");
   if (view.rival?.name === model.name || !model.models.includes(view.rival?.name)) view.rival = null;
   element("models-field").hidden = model.models.length < 2;
-  offerReview(model);
+  offerViews(model);
   redraw();
-  showLive();
   showExamples(model.name);
 }
 
@@ -117,19 +116,6 @@ function resort() {
   images = sorted(images, element("sort").value, view.model);
   arrange(images);
   redraw();
-}
-
-async function showLive() {
-  const { model } = view;
-  if (model === null || document.visibilityState !== "visible" || !element("about").open) return;
-  try {
-    const live = await getLive(model.name);
-    const seen = `${percent(live.ood_fraction)} of the last ${live.images} images out of distribution (α = ${percent(live.alpha)})`;
-    const alarms = live.drift_alarms === 1 ? "1 drift alarm" : `${live.drift_alarms || "no"} drift alarms`;
-    element("live").textContent = `${live.images === 0 ? "No image yet" : seen} · ${alarms} · queue ${live.queued_images} of ${live.queue_limit}`;
-  } catch {
-    element("live").textContent = "";
-  }
 }
 
 async function showExamples(name) {
@@ -309,8 +295,6 @@ for (const name of ["dragleave", "drop"]) {
 }
 document.addEventListener("drop", (event) => add(event.dataTransfer.files));
 document.addEventListener("paste", (event) => add(event.clipboardData.files));
-document.addEventListener("visibilitychange", showLive);
-setInterval(showLive, LIVE_MILLISECONDS);
 
 for (const id of ["alpha", "limit"]) {
   on(id, "input", (event) => {
@@ -360,7 +344,6 @@ on("panel", "close", () => {
 on("why", "toggle", explain);
 on("picture", "load", redraw);
 on("picture", "error", redraw);
-on("about", "toggle", showLive);
 on("csv", "click", () => save("psc.csv", "text/csv", toCsv(visible(images), view)));
 on("json", "click", () => save("psc.json", "application/json", toJson(visible(images), view)));
 on("clear", "click", clear);
@@ -387,4 +370,4 @@ on("key-form", "submit", (event) => {
 });
 element("policy").open = matchMedia("(min-width: 48rem)").matches;
 modelLoading = loadModel();
-startReview();
+startViews({ "#review": showReview, "#live": showLive });

@@ -9,7 +9,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const MARKS = { accept: "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0", abstain_ood: "M-4.5-4.5h9v9h-9z" };
 const TRIANGLE = "M0-6L5.5 4.5h-11z";
 
-function shape(tag, name, attributes, text = null) {
+export function shape(tag, name, attributes, text = null) {
   const node = document.createElementNS(SVG, tag);
   if (name) node.setAttribute("class", name);
   for (const [key, value] of Object.entries(attributes)) {

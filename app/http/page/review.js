@@ -1,4 +1,4 @@
-// The latest images of the prediction log that were not accepted: a person with a key for feedback labels them.
+// The review queue: logged images, one at a time, which a person with a key for feedback labels by a key or a tap.
 
 import { getLoggedImage, getUnreviewed, sendLabel, useFeedbackKey } from "./api.js";
 import { DECISIONS } from "./decide.js";
@@ -6,114 +6,221 @@ import { SMALL_PIXELS } from "./grid.js";
 import { taskOf } from "./tasks.js";
 import { reason } from "./why.js";
 
-const WORDS = { none_of_the_classes: "None of the classes", cannot_tell: "Cannot tell" };
+const AHEAD = 4; // the images that are loaded before their turn
+const CLOSEST = 8; // the largest zoom
+const LIKELY = 0.1; // the probability from which a class is said to fit
+const GLANCE_MILLISECONDS = 150; // Nobody has judged an image so soon: the answer was meant for the one before.
+const GONE = [404, 409]; // the errors of an image that was erased, or is no longer in the log
+const REASONS = { ...DECISIONS, accept: "✓ Spot check" };
+const SPOT_CHECK = "The model is sure. A random sample shows how often it is right.";
 const element = (id) => document.getElementById(id);
-const review = element("review");
-const cases = element("cases");
+const on = (id, event, act) => element(id).addEventListener(event, act);
+const view = element("review");
+const stage = element("stage");
+const field = element("label");
 
-export function offerReview({ feedback }) {
-  review.hidden = !feedback;
-}
+let queue = []; // {image, model, answer: null or {words}, picture: a promise, shown: when}
+let current = null; // the one in front
+let answered = []; // the images with an answer, the last one last
+let sending = Promise.resolve(); // One label after the other, because the last one on an image counts.
+let latest = null; // the last search of the log
+let zoom = 1;
 
-export function startReview() {
-  review.addEventListener("toggle", () => {
-    if (review.open) look();
-  });
-  element("review-again").addEventListener("click", look);
-  element("review-key-form").addEventListener("submit", (event) => {
-    event.preventDefault();
-    useFeedbackKey(element("review-key").value);
-    element("review-key").value = "";
-    look();
-  });
+export function showReview({ models }) {
+  const choice = element("review-model");
+  for (const name of models.slice(choice.length - 1)) choice.add(new Option(name, name));
+  choice.hidden = models.length < 2;
+  if (current === null) look();
+  else stage.focus({ preventScroll: true });
 }
 
 async function look() {
+  const own = {};
+  latest = own;
   say("Looking…");
   try {
-    const { images, models } = await getUnreviewed();
+    await sending;
+    const decision = element("review-reason").value || Object.keys(DECISIONS);
+    const { images, models } = await getUnreviewed(decision, element("review-model").value);
+    if (latest !== own) return; // Another choice was made meanwhile.
     element("review-key-form").hidden = true;
-    for (const picture of cases.querySelectorAll("img")) URL.revokeObjectURL(picture.src);
-    cases.replaceChildren(...images.map((image, index) => newCase(image, models[image.bundle_version], index + 1)));
-    if (images.length > 0) progress();
-    else say("No logged image waits for a label.");
+    queue = images.map((image) => ({ image, model: models[image.bundle_version], answer: null }));
+    turnTo(queue[0]);
+    if (current === null) element("review-again").focus();
   } catch ({ status, message }) {
+    turnTo(null);
     element("review-key-form").hidden = status !== 401;
     say(message);
   }
 }
 
-function newCase(image, model, position) {
-  const item = element("case").content.firstElementChild.cloneNode(true);
-  const form = item.querySelector("form");
+function turnTo(item) {
+  current = item ?? null;
+  element("case").hidden = current === null;
+  element("review-again").hidden = current !== null;
+  element("undo").disabled = answered.length === 0;
+  progress();
+  if (current === null) return;
+  const { image, model } = current;
+  const { decision, scores, checks, likely, policy } = image;
   const task = taskOf(model);
-  const part = (selector) => item.querySelector(selector);
-  const prediction = { ...image.scores, checks: image.checks, prediction_set: [] };
-  part(".badge").dataset.decision = image.decision;
-  part(".badge").textContent = DECISIONS[image.decision];
-  part(".guess").textContent = `guess: ${task.guess(image, model)}`;
-  part(".reason").textContent = reason(prediction, image.decision, image.policy, model);
-  part("time").dateTime = image.time;
-  part("time").textContent = `${new Date(image.time).toLocaleString("en")} · ${image.model}`;
-  form.setAttribute("aria-label", `Image ${position}`);
-  part("img").alt = `Image ${position}`;
-  showPicture(part("img"), image.file);
-  for (const field of form.querySelectorAll("select, input")) {
-    if (!field.matches(task.field)) field.remove();
-  }
-  part("select")?.append(...options(task.choices(image, model)));
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    const { value } = form.elements.label;
-    save(item, image, { kind: "label", label: task.label(value) }, value);
+  const fitting = Object.keys(likely).filter((name) => likely[name] >= LIKELY);
+  const why = decision === "accept" ? SPOT_CHECK : reason({ ...scores, checks, prediction_set: fitting }, decision, policy, model);
+  const names = task.choices(image, model);
+  element("case-badge").dataset.decision = decision;
+  element("case-badge").textContent = REASONS[decision];
+  element("case-guess").textContent = `guess: ${task.guess(image, model)}`;
+  element("case-reason").textContent = why;
+  element("case-time").textContent = `${new Date(image.time).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" })} · ${image.model}`;
+  element("answers").replaceChildren(...names.map((name, index) => newAnswer(name, keyOf(name, index, names))));
+  element("answers").classList.toggle("short", names.every((name) => name.length < 4));
+  element("label-form").hidden = names.length > 0 && names.length === model.classes.length;
+  Object.assign(field, { value: "", type: task.field, step: "any", placeholder: task.field === "text" ? "another class" : task.guess(image, model) });
+  element("label-names").replaceChildren(...(task.field === "text" ? model.classes : []).map((name) => new Option(name)));
+  show(current);
+  (task.field === "text" ? stage : field).focus({ preventScroll: true });
+}
+
+// The keys are 1 to 9 and 0, or the names themselves where all are digits.
+const keyOf = (name, index, names) => (names.every((each) => /^\d$/.test(each)) ? name : String((index + 1) % 10));
+
+function newAnswer(name, key) {
+  const button = Object.assign(document.createElement("button"), { type: "button" });
+  button.append(...(key === name ? [] : [Object.assign(document.createElement("kbd"), { textContent: key }), " "]), name);
+  button.dataset.key = key;
+  button.classList.toggle("guessed", name === current.image.label);
+  button.style.setProperty("--done", current.image.likely[name] ?? 0);
+  button.addEventListener("click", () => answer({ kind: "label", label: name }, name));
+  return button;
+}
+
+// The images behind this one are loaded too; those before it are let go.
+async function show(item) {
+  zoomTo(1);
+  stage.replaceChildren();
+  const from = queue.indexOf(item);
+  for (const each of queue.slice(0, from)) each.picture = null;
+  const picture = await load(item);
+  if (item !== current) return;
+  stage.classList.toggle("none", picture === null);
+  if (picture) stage.replaceChildren(picture);
+  item.shown = performance.now();
+  for (const next of queue.slice(from + 1, from + AHEAD)) await load(next);
+}
+
+async function load(item) {
+  item.picture ??= getLoggedImage(item.image.file).then(async (file) => {
+    const picture = Object.assign(new Image(), { src: URL.createObjectURL(file), alt: "The image to review" });
+    await picture.decode().finally(() => URL.revokeObjectURL(picture.src));
+    picture.classList.toggle("pixels", picture.naturalWidth < SMALL_PIXELS);
+    return picture;
   });
-  for (const [kind, words] of Object.entries(WORDS)) {
-    form.elements[kind].addEventListener("click", () => save(item, image, { kind }, words));
-  }
-  return item;
+  return item.picture.catch(() => null); // It was erased before it was shown, or this browser cannot show it.
 }
 
-async function showPicture(picture, file) {
-  picture.addEventListener("load", () => picture.classList.toggle("pixels", picture.naturalWidth < SMALL_PIXELS));
-  picture.addEventListener("error", () => picture.parentElement.classList.add("none"));
-  try {
-    picture.src = URL.createObjectURL(await getLoggedImage(file));
-  } catch {
-    picture.parentElement.classList.add("none"); // The image was erased before it was shown.
-  }
+function answer(label, words) {
+  const item = current;
+  if (!(performance.now() - item?.shown > GLANCE_MILLISECONDS)) return;
+  const given = { words };
+  item.answer = given;
+  answered.push(item);
+  sending = sending.then(() => send(item, label, given));
+  next();
 }
 
-const options = (names) => [new Option("choose a class", ""), ...names.map((name) => new Option(name, name))];
-
-async function save(item, { request_id, image_index, image_sha256 }, label, words) {
-  const note = item.querySelector(".saved");
-  const isFirst = !item.dataset.reviewed;
+async function send(item, label, given) {
+  const { request_id, image_index, image_sha256 } = item.image;
   try {
     await sendLabel({ request_id, image_index, image_sha256, ...label, source: "page" });
-    item.dataset.reviewed = "true";
-    delete note.dataset.decision;
-    note.textContent = `✓ ${words}`;
-    progress();
-    if (isFirst) next(item)?.focus();
   } catch ({ message, status }) {
-    note.dataset.decision = "error";
-    note.textContent = `✕ ${message}`;
-    element("review-key-form").hidden = status !== 401;
+    if (item.answer !== given) return; // It was taken back.
+    item.answer = null; // The image comes again.
+    answered = answered.filter((each) => each !== item);
+    if (GONE.includes(status)) queue = queue.filter((each) => each !== item);
+    element("review-key-form").hidden &&= status !== 401;
+    progress();
+    say(`✕ “${given.words}” was not saved: ${message}`);
   }
 }
 
-// Return where the keyboard goes next: the next image without a label, from here on and then from the first.
-function next(item) {
-  const open = [...cases.children].filter((each) => !each.dataset.reviewed);
-  const after = open.find((each) => item.compareDocumentPosition(each) & Node.DOCUMENT_POSITION_FOLLOWING);
-  return (after ?? open[0])?.querySelector("select, input") ?? element("review-again");
+// Turn to the next image without an answer, from here on and then from the first; after the last, look for more.
+function next() {
+  const from = queue.indexOf(current) + 1;
+  const open = [...queue.slice(from), ...queue.slice(0, from)].find((item) => item.answer === null);
+  turnTo(open);
+  if (!open) look();
+}
+
+// A label in the log is not withdrawn: the next one on the image overrides it.
+function undo() {
+  const item = answered.pop();
+  const { words } = item.answer;
+  item.answer = null;
+  if (!queue.includes(item)) queue.unshift(item);
+  turnTo(item);
+  say(`Answer again: until you do, “${words}” counts.`);
+}
+
+function submit(text) {
+  const { image, model } = current;
+  const task = taskOf(model);
+  const label = text === "" ? task.guessed(image) : task.label(text, model);
+  if (label === undefined) say(`There is no class “${text}”, or several begin so.`);
+  else answer({ kind: "label", label }, String(text === "" ? task.guess(image, model) : label));
+}
+
+function zoomTo(factor, x = 0.5, y = 0.5) {
+  zoom = Math.min(CLOSEST, Math.max(1, factor));
+  stage.style.setProperty("--zoom", zoom);
+  stage.scrollTo(x * stage.scrollWidth - stage.clientWidth / 2, y * stage.scrollHeight - stage.clientHeight / 2);
+}
+
+// A key presses the button that shows it; a field takes the keys of what is typed.
+function press(event) {
+  const { target, ctrlKey, metaKey, altKey, repeat } = event;
+  const key = event.key.toLowerCase().replace("=", "+");
+  const isTyping = target.matches("select, input") && !(target.type === "number" && target.value === "" && /^[a-z]$/.test(key));
+  if ((isTyping && key !== "escape") || repeat || altKey || ((ctrlKey || metaKey) && key !== "z")) return;
+  if (key === "escape") stage.focus();
+  else if (key === "enter" && !target.closest("button") && current) submit("");
+  else if (key === "/" && !element("label-form").hidden) field.focus();
+  else if (key.length === 1) view.querySelector(`[data-key="${CSS.escape(key)}"]`)?.click();
+  else return;
+  event.preventDefault();
 }
 
 function progress() {
-  const reviewed = cases.querySelectorAll("[data-reviewed]").length;
-  say(`${reviewed} of ${cases.children.length} reviewed.`);
+  const done = queue.filter((item) => item.answer).length;
+  const last = answered.at(-1)?.answer.words;
+  element("review-status").parentElement.style.setProperty("--done", done / queue.length || 0);
+  if (queue.length === 0) say(`${answered.length > 0 ? `${answered.length} done. ` : ""}No logged image waits for a label.`);
+  else say(`${done} of ${queue.length} done${last ? `, last: ${last}` : ""}`);
 }
 
 function say(text) {
   element("review-status").textContent = text;
 }
+
+view.addEventListener("keydown", press);
+stage.addEventListener("click", ({ clientX, clientY }) => {
+  const { left, top, width, height } = (stage.firstElementChild ?? stage).getBoundingClientRect();
+  zoomTo(zoom === CLOSEST ? 1 : 2 * zoom, (clientX - left) / width, (clientY - top) / height);
+});
+on("closer", "click", () => zoomTo(2 * zoom));
+on("farther", "click", () => zoomTo(zoom / 2));
+on("none", "click", () => answer({ kind: "none_of_the_classes" }, "none of these"));
+on("unknown", "click", () => answer({ kind: "cannot_tell" }, "cannot tell"));
+on("skip", "click", next);
+on("undo", "click", undo);
+on("review-again", "click", look);
+for (const id of ["review-reason", "review-model"]) on(id, "change", look);
+on("label-form", "submit", (event) => {
+  event.preventDefault();
+  submit(field.value.trim());
+});
+on("review-key-form", "submit", (event) => {
+  event.preventDefault();
+  useFeedbackKey(element("review-key").value);
+  element("review-key").value = "";
+  look();
+});

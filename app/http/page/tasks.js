@@ -7,6 +7,7 @@ const interval = ({ lower, upper }, model) => `${number(lower)} to ${measured(up
 const list = (names) => (names.length > 4 ? `${names.length} classes` : new Intl.ListFormat("en").format(names));
 
 const SHOWN_CLASSES = 20; // with more, their number is said
+const KEYS = 10; // the digits
 
 const classification = {
   threshold: "ambiguity_threshold",
@@ -52,11 +53,18 @@ const classification = {
 
   handed: (policy, entropies) => ({ fraction: entropies.filter((each) => each > policy.ambiguity_threshold).length / entropies.length, rest: "" }),
 
-  // The model's own class comes first, but none is preselected, because people tend to keep what is selected.
-  field: "select",
+  // What a reviewer may answer. Few classes stay in their own order, which a hand learns; of many, the likely come first.
+  field: "text",
   guess: ({ label }) => label,
-  choices: ({ label }, { classes }) => [label, ...classes.filter((name) => name !== label)],
-  label: (text) => text,
+  guessed: ({ label }) => label,
+  choices({ label, likely }, { classes }) {
+    if (classes.length <= KEYS) return classes;
+    return [...new Set([label, ...Object.keys(likely).sort((a, b) => likely[b] - likely[a])])].slice(0, KEYS);
+  },
+  label(text, { classes }) {
+    const begins = classes.filter((name) => name.toLowerCase().startsWith(text.toLowerCase()));
+    return begins.find((name) => name.length === text.length) ?? (begins.length === 1 ? begins[0] : undefined);
+  },
 };
 
 const regression = {
@@ -103,8 +111,9 @@ const regression = {
 
   handed: ({ max_width: width }) => ({ fraction: 0, rest: width === null ? "" : ", and those with too wide an interval" }),
 
-  field: "input",
+  field: "number",
   guess: ({ scores }, model) => measured(scores.mean, model),
+  guessed: ({ scores }) => scores.mean,
   choices: () => [],
   label: Number,
 };

@@ -6,6 +6,7 @@ import json
 import math
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import count, islice
@@ -109,6 +110,22 @@ def test_counts() -> None:
             'psc_log_density_nats_bucket{le="0.0",model="m"}': 3,
         }.items()
     )
+
+
+def test_the_last_hour_forgets_what_is_older(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, clock = recorder(Metrics()), [3e5]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    unusual, clear = (0.0, -3.0, 0.01, 0), (0.0, 1.0, 0.9, 1)
+    record(target, outputs_of(unusual, clear))
+    assert target.last_hour()["abstain_ood"] == target.last_hour()["accept"] == [0] * 11 + [1]
+    for minutes in (40, 10):
+        clock[0] += 60 * minutes
+        record(target, outputs_of(clear))
+        record(target, outputs_of(clear), images=None)  # It is not monitored.
+        assert sum(target.last_hour()["abstain_ood"]) == 1
+    assert target.last_hour()["accept"] == [0, 1, *[0] * 7, 1, 0, 1]
+    clock[0] += 600
+    assert sum(map(sum, target.last_hour().values())) == 2
 
 
 @pytest.mark.parametrize("alpha", [0.001, 0.9])

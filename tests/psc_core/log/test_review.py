@@ -21,7 +21,7 @@ from psc_core.log.review import (
     NEAR,
     SAMPLE,
     UNUSUAL,
-    UnreviewedImages,
+    ReviewQueue,
     label_studio_prefix,
     review,
     to_csv,
@@ -137,6 +137,7 @@ def test_lines_of_a_csv(tmp_path: Path) -> None:
 
 
 FAR = 3600.0
+ABSTAINED = ["abstain_ood", "abstain_ambiguous"]
 
 
 def abstained(index: int, **changes: object) -> dict[str, object]:
@@ -144,7 +145,7 @@ def abstained(index: int, **changes: object) -> dict[str, object]:
 
 
 def names(log: Log, limit: int = 100, seconds: float = FAR) -> list[str]:
-    return [each.row["request_id"] for each in UnreviewedImages(log).newest(limit=limit, seconds=seconds)]
+    return [each.row["request_id"] for each in ReviewQueue(log).newest(limit, seconds, ABSTAINED, None)]
 
 
 def write_label(log: Log, request_id: str | None, sha256: str | None, model: str | None = "m") -> None:
@@ -160,8 +161,10 @@ def test_the_newest_come_first_and_accepted_ones_never(tmp_path: Path) -> None:
     add_values(log)
     assert names(log, 4) == ["r5000", "r4000", "r1200", "r1199"]
     assert len(names(log, 10_000)) == 602 and names(log, seconds=-1.0) == []
-    first = UnreviewedImages(log).newest(limit=1, seconds=FAR)[0]
-    assert (first.model, set(first.scores)) == ("m", set(CLASSIFICATION_SCORES)) and "probabilities" not in first.row
+    first = ReviewQueue(log).newest(1, FAR, ABSTAINED, None)[0]
+    assert (first.model, set(first.scores)) == ("m", set(CLASSIFICATION_SCORES)) and len(
+        first.row["probabilities"]
+    ) == 2
 
 
 def test_what_was_reviewed_erased_or_not_stored_is_skipped(tmp_path: Path) -> None:
@@ -189,8 +192,8 @@ def test_labels_are_read_once_and_as_time_allows(tmp_path: Path) -> None:
     log = make_log(tmp_path, 0)
     put_rows(log, [abstained(index) for index in range(4)])
     images, got = (
-        UnreviewedImages(log),
-        lambda: [each.row["request_id"] for each in images.newest(limit=9, seconds=FAR)],
+        ReviewQueue(log),
+        lambda: [each.row["request_id"] for each in images.newest(9, FAR, ABSTAINED, None)],
     )
     write_label(log, "r3", digest(3))
     assert got() == ["r2", "r1", "r0"]
@@ -201,7 +204,7 @@ def test_labels_are_read_once_and_as_time_allows(tmp_path: Path) -> None:
     (known,) = (name for name, _ in log.names("labels"))
     log.put(known, b"PAR1 torn")  # It is not looked at again.
     write_label(log, None, digest(1))
-    assert got() == ["r2", "r0"] and images.newest(limit=9, seconds=-1.0) == []
+    assert got() == ["r2", "r0"] and images.newest(9, -1.0, ABSTAINED, None) == []
 
 
 def test_chunks_of_reviewed_ones_hide_none_behind_them(tmp_path: Path) -> None:

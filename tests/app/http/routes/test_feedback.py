@@ -105,7 +105,7 @@ async def test_a_damaged_log_is_no_fault_of_the_client(tmp_path: Path, damaged: 
 
 REQUESTS = [
     ("POST", "/feedback", {"json": {"request_id": "x", "label": "dark"}}),
-    *(("GET", path, {}) for path in ("/feedback/images", f"/feedback/images/{'0' * 64}.png")),
+    *(("GET", path, {}) for path in ("/feedback/images", f"/feedback/images/{'0' * 64}.png", "/models/m/checked")),
 ]
 
 
@@ -181,6 +181,35 @@ async def test_a_label_of_a_shown_image_calibrates_only_within_the_random_sample
     kinds = [each for batch in join_labels(read_rows(log, "m"), labels, "m") for each in batch["kind"].to_pylist()]
     assert kinds == ["label"] * 3
     assert reviewed_of(images_of(join_labels(read_rows(log, "m", sampled=True), labels, "m"))) == []
+
+
+async def test_the_sample_of_accepted_images_is_listed_if_asked_for_and_counted_once_checked(tmp_path: Path) -> None:
+    models = {"m": FakeModel(), "v": FakeValueModel(version="w1")}
+    async with running(models, **{**settings(tmp_path), "log_sample": 1.0}) as app:
+        dark = [await predict(app, value) for value in range(4)]
+        await predict(app, BETWEEN)
+        number = await predict(app, BETWEEN, "/models/v/predict")
+        (image,) = (await shown(app))["images"]
+        first, second, *_ = sorted(image["likely"].items(), key=lambda each: -each[1])
+        assert {first[0], second[0]} == {"dark", "middle"} and first[1] + second[1] == pytest.approx(1.0, abs=0.01)
+        listed = (await shown(app, decision="accept,abstain_ambiguous", model="m"))["images"]
+        assert [each["decision"] for each in listed] == ["abstain_ambiguous", *["accept"] * 4]
+
+        async def counts(model: str) -> tuple[int, int]:
+            answer = await app.client.get(f"/models/{model}/checked", headers=KEY)
+            return answer.json()["checked"], answer.json()["right"]
+
+        assert await counts("m") == await counts("v") == (0, 0)
+        for name, said in zip(dark, ({"label": "dark"}, {"label": "bright"}, {}, {}), strict=True):
+            kind = "label" if said else "cannot_tell"
+            assert (await give(app, request_id=name, kind=kind, **said))[0] == 200
+        await give(app, request_id=image["request_id"], label="bright")  # It was not accepted.
+        assert await counts("m") == (2, 1)
+        await give(app, request_id=dark[1], label="dark")  # The last label counts.
+        await give(app, request_id=dark[2], kind="none_of_the_classes")
+        assert await counts("m") == (3, 2)
+        await give(app, request_id=number, label=30)
+        assert await counts("v") == (0, 0)  # Of a number, nothing is simply right.
 
 
 async def test_a_damaged_log_shows_no_images(tmp_path: Path) -> None:

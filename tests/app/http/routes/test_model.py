@@ -49,7 +49,8 @@ async def test_live_counts_the_last_images() -> None:
     async with running({"m": FakeModel()}, max_queue_images=900, alpha=0.2) as app:
         assert (await app.client.get("/models/m/live")).json() == {
             "images": 0, "ood_fraction": 0.0, "alpha": 0.2, "drift_active": False, "drift_alarms": 0,
-            "queued_images": 0, "queue_limit": 900,
+            "queued_images": 0, "queue_limit": 900, "tail_probability": 1.0, "workers": 1,
+            "hour": dict.fromkeys(("accept", "abstain_ambiguous", "abstain_ood"), [0] * 12),
         }  # fmt: skip
         answers = [(await app.client.post("/predict", content=png(value), headers=PNG)).json() for value in (3, 255)]
         flagged = sum(answer["predictions"][0]["is_ood"] for answer in answers)
@@ -216,7 +217,10 @@ async def test_keys_guard_predictions_and_administration() -> None:
 
 @pytest.mark.parametrize(
     "request_line",
-    ["POST /admin/reload?model=m&model=m", *(f"GET /feedback/images?limit={value}" for value in ("0", "51", "few"))],
+    [
+        "POST /admin/reload?model=m&model=m",
+        *(f"GET /feedback/images?{query}" for query in ("limit=0", "limit=51", "limit=few", "decision=accepted")),
+    ],
 )
 async def test_unusable_parameters_are_400_and_change_nothing(tmp_path: Path, request_line: str) -> None:
     method, path = request_line.split()
