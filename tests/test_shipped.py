@@ -1,7 +1,5 @@
 """The shipped bundle over real HTTP: what the README's ``curl`` lines say, and served = fitted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

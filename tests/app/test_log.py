@@ -1,7 +1,5 @@
 """The log: what is drawn, rows beside the answers, the thread that writes them, and the removal of old ones."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gc

@@ -1,7 +1,5 @@
 """What the routes share: API keys, how the process ends, and the threads of a service."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Hostile bundles: files, safetensors headers, manifests and networks; each is rejected at once, and nothing runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

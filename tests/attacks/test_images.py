@@ -1,7 +1,5 @@
 """Hostile images: decoded or rejected with an ImageError, quickly, whatever their headers claim."""
 
-from __future__ import annotations
-
 import struct
 import time
 import zlib

@@ -1,7 +1,5 @@
 """The wheel of the client: complete, and without torch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The circle of docs/recalibration.md, run as it stands: serve, send, label, recalibrate, reload, replay."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``psc-fit`` on whole networks of every family: fit, save, load, predict, on the CPU with random weights."""
 
-from __future__ import annotations
-
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A fitted model and images."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Bundles that ``psc-fit`` made, served: the answers are those of ``predict``, however they are batched."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import signal

@@ -1,7 +1,5 @@
 """The client and ``psc-predict`` against a scripted service."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

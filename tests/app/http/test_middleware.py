@@ -1,7 +1,5 @@
 """Allowed hosts and origins, limits on requests, errors as problems, draining, traces and the access log."""
 
-from __future__ import annotations
-
 import gzip
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine: right outputs for every image, and only the requests at fault fail."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Metrics: what is recorded of predictions and their repeats, of processes, descriptors and a GPU."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket

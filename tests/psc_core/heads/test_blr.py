@@ -1,7 +1,5 @@
 """Bayesian linear regression beside its definition, and beside scikit-learn's."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

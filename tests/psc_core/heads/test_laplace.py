@@ -1,7 +1,5 @@
 """The Laplace head: factors, posterior, probabilities and gradients against dense twins."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Encoded images."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

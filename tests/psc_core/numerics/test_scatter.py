@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from threading import Barrier, Thread
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a report keeps is what was served, and comes back as it was or with one clear error."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

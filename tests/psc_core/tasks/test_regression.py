@@ -1,7 +1,5 @@
 """A regression: its answers, intervals, decisions, bins and first evaluation."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
