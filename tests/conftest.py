@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jaxtyping
 import pytest
 import torch
+from beartype import BeartypeConf, beartype
 from hypothesis import HealthCheck, settings
 from jaxtyping import jaxtyped
 
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 
 def _jaxtyped(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Decorate as jaxtyping does, but check no axes where no array is named: that takes a fifth of the tests' time."""
-    check_axes = jaxtyped(typechecker=typechecker)
+    check_axes, check = jaxtyped(typechecker=typechecker), beartype(conf=BeartypeConf(violation_type=TypeError))
 
     def decorate(each: Any) -> Any:
         try:
             named = str([*inspect.get_annotations(each, eval_str=True).values()])
         except (NameError, TypeError):  # of what comes later in the file
             return check_axes(each)
-        return check_axes(each) if isinstance(each, type) or "jaxtyping." in named else typechecker(each)
+        return check_axes(each) if isinstance(each, type) or "jaxtyping." in named else check(each)
 
     return decorate
 

@@ -4,6 +4,8 @@ Many of one thing is what makes parsers slow, so a body is a beginning, few toke
 The images themselves cost by their pixels, see :mod:`psc_core.images`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import ctypes
 import time

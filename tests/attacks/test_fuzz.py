@@ -1,5 +1,7 @@
 """Random damage: to a real bundle with valid digests, and to the seeds of the fuzzed parsers, without atheris."""
 
+from __future__ import annotations
+
 import copy
 import json
 import shutil

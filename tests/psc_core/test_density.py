@@ -1,5 +1,7 @@
 """Fitted and extended densities against their float64 twins, and on degenerate features."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import math
 import statistics
 from itertools import permutations

@@ -3,6 +3,8 @@
 The application is the real one over ASGI; only the network is a fake, whose steps and whose loading can be held up.
 """
 
+from __future__ import annotations
+
 import asyncio
 import base64
 import json

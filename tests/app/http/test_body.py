@@ -1,5 +1,7 @@
 """Bodies of the three forms, however they are cut into chunks, and what JSON may cost."""
 
+from __future__ import annotations
+
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

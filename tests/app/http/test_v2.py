@@ -1,5 +1,7 @@
 """The Open Inference Protocol v2: its routes, bodies and repository, and a client that is not ours."""
 
+from __future__ import annotations
+
 import asyncio
 import base64
 import json

@@ -1,5 +1,7 @@
 """The batching state machine under random arrivals, cancellations, errors and a simulated clock."""
 
+from __future__ import annotations
+
 import math
 import threading
 import time

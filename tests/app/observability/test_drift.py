@@ -1,5 +1,7 @@
 """The drift monitor: its false-alarm bound, its speed, and the binomial tail."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Iterable

@@ -1,5 +1,7 @@
 """Metrics: what is recorded of predictions and their repeats, of processes, descriptors and a GPU."""
 
+from __future__ import annotations
+
 import json
 import math
 import socket

@@ -1,5 +1,7 @@
 """Baseline detectors: pure scores against loops, the temperature, and the whole on a small network."""
 
+from __future__ import annotations
+
 import math
 from collections import OrderedDict
 

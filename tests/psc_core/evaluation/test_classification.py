@@ -1,5 +1,7 @@
 """Evaluation of a classifier against loops, with a scorer that is a formula of the pixels; and its report."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import math

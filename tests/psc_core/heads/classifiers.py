@@ -1,5 +1,7 @@
 """Features and fitted heads for the tests of heads."""
 
+from __future__ import annotations
+
 import warnings
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What every head has in common: standardised features, predictions, scores, restoring, errors."""
 
+from __future__ import annotations
+
 import functools
 import json
 import math

@@ -1,5 +1,7 @@
 """Bayesian linear regression beside its definition, and beside scikit-learn's."""
 
+from __future__ import annotations
+
 import math
 
 import pytest

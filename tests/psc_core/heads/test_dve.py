@@ -1,5 +1,7 @@
 """The deep Vecchia ensemble beside its definition, and beside exact Gaussian processes."""
 
+from __future__ import annotations
+
 import math
 
 import pytest

@@ -1,5 +1,7 @@
 """The Laplace head: factors, posterior, probabilities and gradients against dense twins."""
 
+from __future__ import annotations
+
 import math
 
 import pytest

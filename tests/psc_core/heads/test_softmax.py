@@ -1,5 +1,7 @@
 """Logistic regression and its change of variables against autograd and brute force."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,5 +1,7 @@
 """Answers of people: every form is read, a broken one is named; the last label on an image wins."""
 
+from __future__ import annotations
+
 import csv
 import json
 from dataclasses import replace

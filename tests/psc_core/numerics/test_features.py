@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The report of a classifier: what it keeps of images, its figures, and what is known of its bundle."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import numpy as np

@@ -1,5 +1,7 @@
 """A classifier: its answers, the calibration of its thresholds and sets, and its first evaluation."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import math

@@ -1,5 +1,7 @@
 """A regression: its answers, intervals, decisions, bins and first evaluation."""
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
 from typing import Any
