@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import fcntl
+import inspect
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import jaxtyping
 import pytest
 import torch
+from beartype import BeartypeConf, beartype
 from hypothesis import HealthCheck, settings
-from jaxtyping import install_import_hook
+from jaxtyping import jaxtyped
 
 if TYPE_CHECKING:
     from psc_core.data.dataset import ImageDataset
 
+
+def _jaxtyped(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorate as jaxtyping does, but check no axes where no array is named: that takes a fifth of the tests' time."""
+    check_axes, check = jaxtyped(typechecker=typechecker), beartype(conf=BeartypeConf(violation_type=TypeError))
+
+    def decorate(each: Any) -> Any:
+        try:
+            named = str([*inspect.get_annotations(each, eval_str=True).values()])
+        except (NameError, TypeError):  # of what comes later in the file
+            return check_axes(each)
+        return check_axes(each) if isinstance(each, type) or "jaxtyping." in named else check(each)
+
+    return decorate
+
+
 # Before psc_core is imported by any test: annotations become checks.
-install_import_hook("psc_core", "beartype.beartype")
+jaxtyping.jaxtyped = _jaxtyped  # type: ignore[assignment]
+jaxtyping.install_import_hook("psc_core", "beartype.beartype")
 
 torch.set_num_threads(1)
 os.environ.setdefault("PSC_BACKEND", "folded")  # Measuring backends takes seconds, and its result varies.
@@ -28,9 +49,8 @@ settings.load_profile("ci")
 
 @dataclass(frozen=True)
 class TinyJob:
-    """Arguments of a quick ``psc-fit`` run (without ``--out``), its folder and its trained network."""
+    """Arguments of a quick ``psc-fit`` run (without ``--out``) and its trained network."""
 
-    folder: Path
     args: tuple[str, ...]
     net: torch.nn.Module
 
@@ -93,16 +113,39 @@ def shipped_bundle() -> Path:
     return SHIPPED_BUNDLE
 
 
-def _job(folder: Path, data: str, train: Callable[[ImageDataset], torch.nn.Module], *words: str) -> TinyJob:
-    from safetensors.torch import save_file
+def made_once(temporary: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return a folder that the first of the test processes to ask for it has filled."""
+    root = temporary.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "made" / name
+    folder.parent.mkdir(exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.with_suffix(".whole").exists():
+            folder.mkdir()
+            make(folder)
+            folder.with_suffix(".whole").touch()
+    return folder
+
+
+def _job(
+    temporary: pytest.TempPathFactory, data: str, train: Callable[[ImageDataset], torch.nn.Module], *words: str
+) -> TinyJob:
+    from safetensors.torch import load_file, save_file
 
     from psc_core.data.open import open_dataset
     from psc_core.images.preprocess import PRESETS
+    from tests import tiny
 
-    net, weights = train(open_dataset(data, split="train", preprocess=PRESETS["mnist"])), folder / "net.safetensors"
-    save_file(net.state_dict(), weights)
+    def save_trained(folder: Path) -> None:
+        net = train(open_dataset(data, split="train", preprocess=PRESETS["mnist"]))
+        save_file(net.state_dict(), folder / "net.safetensors")
+
+    weights = made_once(temporary, train.__name__, save_trained) / "net.safetensors"
+    state = load_file(weights)
+    net = tiny.network(len(state["8.bias"])).eval()
+    net.load_state_dict(state)
     args = ["--model", "tests.tiny:network", "--weights", str(weights), "--preset", "mnist", "--device", "cpu"]
-    return TinyJob(folder, (*args, "--train", data, "--val", data, "--minimum-dim", "8", *words), net)
+    return TinyJob((*args, "--train", data, "--val", data, "--minimum-dim", "8", *words), net)
 
 
 @pytest.fixture(scope="session")
@@ -110,17 +153,28 @@ def tiny_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> TinyJ
     """A small network trained on real digits and its command line for ``psc-fit``, once a test process."""
     from tests import tiny
 
-    return _job(tmp_path_factory.mktemp("tiny"), f"dirty-mnist:{data_root}", tiny.train, "--stored-images", "20")
+    return _job(tmp_path_factory, f"dirty-mnist:{data_root}", tiny.train, "--stored-images", "20")
+
+
+def _bundle(temporary: pytest.TempPathFactory, name: str, job: TinyJob, *words: str) -> Path:
+    from psc_core.cli.fit import main
+
+    def fit(folder: Path) -> None:
+        assert main([*job.args, *words, "--out", str(folder / name)]) == 0
+
+    return made_once(temporary, f"{name}-of-job", fit) / name
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(tiny_job: TinyJob) -> Path:
+def tiny_bundle(tiny_job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle that ``psc-fit`` makes of :func:`tiny_job`."""
-    from psc_core.cli.fit import main
+    return _bundle(tmp_path_factory, "bundle", tiny_job)
 
-    out = tiny_job.folder / "bundle"
-    assert main([*tiny_job.args, "--out", str(out)]) == 0
-    return out
+
+@pytest.fixture
+def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
 
 
 @pytest.fixture(scope="session")
@@ -129,30 +183,23 @@ def angle_job(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Tiny
     from tests import tiny
 
     words = ("--task", "regression", "--coverage", "0.9")
-    return _job(tmp_path_factory.mktemp("angle"), f"rotated-mnist:{data_root}", tiny.train_values, *words)
+    return _job(tmp_path_factory, f"rotated-mnist:{data_root}", tiny.train_values, *words)
 
 
 @pytest.fixture(scope="session")
-def neighbours_bundle(angle_job: TinyJob) -> Path:
+def neighbours_bundle(angle_job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with the head ``dve``, which is fitted in few steps."""
-    from psc_core.cli.fit import main
     from psc_core.heads import dve
 
-    out = angle_job.folder / "neighbours"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dve, "STEPS", 20)
-        assert main([*angle_job.args, "--head", "dve", "--out", str(out)]) == 0
-    return out
+        return _bundle(tmp_path_factory, "neighbours", angle_job, "--head", "dve", "--no-report")
 
 
 @pytest.fixture(scope="session")
-def angle_bundle(angle_job: TinyJob) -> Path:
+def angle_bundle(angle_job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle that ``psc-fit`` makes of :func:`angle_job`."""
-    from psc_core.cli.fit import main
-
-    out = angle_job.folder / "angles"
-    assert main([*angle_job.args, "--out", str(out)]) == 0
-    return out
+    return _bundle(tmp_path_factory, "angles", angle_job)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Calibrations that decide by a policy and one quantile."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

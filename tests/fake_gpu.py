@@ -4,8 +4,6 @@ Fake tensors have a shape, a type and a device, but no values, so a network runs
 they cannot show: kernels, numbers, time, memory.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

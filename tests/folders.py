@@ -1,7 +1,5 @@
 """Folders of tiny networks as transformers and timm write them, and folders of images to fit them on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

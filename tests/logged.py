@@ -1,7 +1,5 @@
 """Prediction logs for tests, written without a service."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Mapping, Sequence

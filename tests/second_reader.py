@@ -3,8 +3,6 @@
 It reads everything behind the network, in float64: features of the chosen layer(s) in, outputs and decisions out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """``psc-serve`` in a process of its own, with a bundle or with the fake model."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

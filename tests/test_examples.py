@@ -1,7 +1,5 @@
 """The programs in ``examples`` run on the repository's data and print what they and the gallery say."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

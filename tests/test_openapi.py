@@ -1,7 +1,5 @@
 """The OpenAPI document against the running service: schemathesis, all checks, real application and bundle."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A version says the same everywhere, so that its commit can be tagged; what the hosting service reads is valid."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from datetime import date

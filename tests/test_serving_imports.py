@@ -1,7 +1,5 @@
 """A service that has answered a request has loaded no library that only a fit needs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

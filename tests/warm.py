@@ -3,8 +3,6 @@
 That one has imported nothing of the product.  What tests imports itself, or memory, starts afresh by :mod:`subprocess`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

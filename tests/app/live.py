@@ -1,7 +1,5 @@
 """The application on a real socket, in a thread of this process: for clients that are not ours."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """The Ray Serve application with a fake model that obeys files; ``import_path`` of a test's Serve config."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

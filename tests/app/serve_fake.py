@@ -5,8 +5,6 @@ A file in the folder changes what happens from then on.  ``dead``: every step fa
 and leaves a file ``hanging``.  ``bad``: no bundle can be loaded.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The health check, run as Docker runs it."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

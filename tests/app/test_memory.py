@@ -1,7 +1,5 @@
 """One budget for everything that requests hold, and readiness by the memory of the process."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a client may send before its request begins, and how slowly; what happens when it does not read its answer."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import struct

@@ -1,7 +1,5 @@
 """``deploy/ray/serve.yaml`` on a Ray of this machine: answers, counts, failures, reloads, scaling."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

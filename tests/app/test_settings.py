@@ -1,7 +1,5 @@
 """Settings: precedence, refusal of what is unknown, the table."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Hostile bundles: files, safetensors headers, manifests and networks; each is rejected at once, and nothing runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -33,11 +31,6 @@ def quick() -> Iterator[None]:
     start = time.process_time()
     yield
     assert time.process_time() - start < 5.0
-
-
-@pytest.fixture
-def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
 
 
 def rejection(bundle: Path) -> str:
@@ -161,6 +154,12 @@ def test_rejects_other_tensors(bundle: Path, part: str, change: str) -> None:
     assert any(name.rpartition(".")[2] in told for name in (part, *names)), told
 
 
+@pytest.mark.parametrize("part", PARTS)
+def test_rejects_a_missing_tensor(bundle: Path, part: str) -> None:
+    forge.edit_part(bundle, part, lambda tensors: tensors.pop(min(tensors)))
+    assert re.search("expected|missing", rejection(bundle))
+
+
 @pytest.mark.parametrize("part", ["backbone", "projection", "density", "head"])
 def test_rejects_values_that_overflow(bundle: Path, part: str) -> None:
     largest = float(np.finfo(np.float32).max)
@@ -194,7 +193,10 @@ def test_rejects_numbers_outside_json(bundle: Path, number: str, field: str) -> 
     rejection(bundle)
 
 
-@pytest.mark.parametrize("content", [b"\x00" * 100, b"null", b"1", b'"x"', b"[[]]", b"{}{}"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 6}', b"\0" * 100, b"null", b"1", b'"x"', b"[[]]", b"{}{}"],
+)
 def test_rejects_other_json(bundle: Path, content: bytes) -> None:
     (bundle / "manifest.json").write_bytes(content)
     assert "manifest" in rejection(bundle)
@@ -258,6 +260,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ("calibration.images", 10**9, "calibration"), ("calibration.images", 0, "images"),
     ("metrics", {"x": "\ud800"}, "metrics"), ("provenance", {"\udfff": 1}, "provenance"),
     ("collapse", {"notes": ["\ud800"]}, "notes"), ("files", {}, "files"),
+    ("checks.images", 7, "(7, 150) values of the checks"),
+    ("checks.names", ["texture", "colour"], "texture"), ("checks.names", ["content"], "checks.names (texture)"),
+    *(("checks.texture.counts_below", value, "checks.texture.counts_below") for value in (0.0, 1.5)),
+    ("checks", {"names": ["content", "confidence"], "images": 150, "texture": None}, "texture."),
 ]  # fmt: skip
 
 

@@ -1,8 +1,5 @@
 """Hostile images: decoded or rejected with an ImageError, quickly, whatever their headers claim."""
 
-from __future__ import annotations
-
-import io
 import struct
 import time
 import zlib
@@ -15,6 +12,7 @@ from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, Unsuppo
 from psc_core.images import decode
 from psc_core.images.decode import decode_image
 from psc_core.images.preprocess import PRESETS
+from tests.psc_core.images.support import chunk, encode
 
 MAX_PIXELS = 1 << 20
 
@@ -24,16 +22,6 @@ def quick() -> Iterator[None]:
     start = time.process_time()
     yield
     assert time.process_time() - start < 5.0
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 def png(width: int, height: int, *middle: bytes, data: bytes = b"") -> bytes:
@@ -73,7 +61,7 @@ def test_large_headers(side: int) -> None:
     size = struct.pack("<HH", side, side)
     gif = b"GIF89a" + size + b"\0\0\0,\0\0\0\0" + size + b"\0\x02\0;"
     bmp = b"BM" + struct.pack("<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, side, side, 1, 24, 0, 0, 0, 0, 0, 0)
-    jpeg = encoded(Image.new("L", (8, 8)), "JPEG")
+    jpeg = encode(Image.new("L", (8, 8)), "JPEG")
     at = jpeg.index(b"\xff\xc0") + 5
     jpeg = jpeg[:at] + struct.pack(">HH", side, side) + jpeg[at + 4 :]
     for data in (gif, bmp, jpeg):
@@ -97,19 +85,19 @@ def test_tiff_that_points_at_itself() -> None:
 )
 def test_rejects_other_files_with_an_image_appended(head: bytes) -> None:
     with pytest.raises(UnsupportedImage):
-        decode_image(head + encoded(Image.new("L", (8, 8))))
+        decode_image(head + encode(Image.new("L", (8, 8))))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 1), (1, 500), (500, 1), (1, MAX_PIXELS), (MAX_PIXELS, 1)])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_thin_images(preset: str, size: tuple[int, int]) -> None:
-    shape = PRESETS[preset].from_bytes(encoded(Image.new("RGB", size)), max_pixels=MAX_PIXELS).shape
+    shape = PRESETS[preset].from_bytes(encode(Image.new("RGB", size)), max_pixels=MAX_PIXELS).shape
     assert shape == (PRESETS[preset].channels, PRESETS[preset].height, PRESETS[preset].width)
 
 
 def jpeg_of(scans: int, *, between: bytes = b"") -> bytes:
     """A JPEG whose last scan is repeated until it has so many, with something before each that is added."""
-    data = encoded(Image.linear_gradient("L").resize((64, 64)), "JPEG", progressive=True)
+    data = encode(Image.linear_gradient("L").resize((64, 64)), "JPEG", progressive=True)
     last = data.rindex(b"\xff\xda")
     return data[:-2] + (between + data[last:-2]) * (scans - data.count(b"\xff\xda")) + data[-2:]
 
@@ -140,7 +128,7 @@ def test_ignores_scan_markers_in_other_data() -> None:
 
 def test_rejects_headers_of_many_pieces() -> None:
     """Pillow takes a microsecond for each of these, and sixteen times their memory."""
-    jpeg, gif, bare = (encoded(Image.new("L", (8, 8)), kind) for kind in ("JPEG", "GIF", "PNG"))
+    jpeg, gif, bare = (encode(Image.new("L", (8, 8)), kind) for kind in ("JPEG", "GIF", "PNG"))
     for middle in (b"\xff" * 20_000, b"\xff\xfe\0\2" * 20_000, b"\xff\xd8" * 20_000, b"\xff\xf0\xff\xff" * 20_000):
         with pytest.raises(UndecodableImage):
             decode_image(jpeg[:2] + middle + jpeg[2:])
@@ -245,13 +233,13 @@ def test_rejects_large_exif() -> None:
     fractions = struct.pack("<HHHIII", 1, 0x112, 5, many, 26, 0) + struct.pack("<II", 1, 1) * many
     exif = b"Exif\0\0II*\0\x08\0\0\0" + fractions
     parts = [exif[:60_000], *[b"Exif\0\0" + exif[at : at + 60_000] for at in range(60_000, len(exif), 60_000)]]
-    jpeg = encoded(Image.new("L", (8, 8)), "JPEG")
+    jpeg = encode(Image.new("L", (8, 8)), "JPEG")
     middle = b"".join(b"\xff\xe1" + struct.pack(">H", 2 + len(part)) + part for part in parts)
     text = chunk(b"tEXt", b"Raw profile type exif\0\nexif\n 9\n" + exif[6:].hex().encode())
     for data in (
         jpeg[:2] + middle + jpeg[2:],
-        encoded(Image.new("L", (8, 8)), exif=exif),
-        encoded(Image.new("RGB", (8, 8)), "WEBP", exif=exif),
+        encode(Image.new("L", (8, 8)), exif=exif),
+        encode(Image.new("RGB", (8, 8)), "WEBP", exif=exif),
         png(28, 28, text, data=PIXELS),
     ):
         with pytest.raises(UndecodableImage):

@@ -1,7 +1,5 @@
 """What published tables rest on: networks of the published sizes, detectors and forecasts beside their definitions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Each benchmark runs at its smallest scale on the repository's images, and published commands can be given."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The wheel of the client: complete, and without torch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -38,7 +36,8 @@ def test_it_needs_nothing_of_the_service(installed: Path) -> None:
         "import pkgutil, sys, psc_client\n"
         "for module in pkgutil.walk_packages(psc_client.__path__, 'psc_client.'): __import__(module.name)\n"
         "loaded = {name.partition('.')[0] for name in sys.modules}\n"
-        "print(sorted(loaded & {'torch', 'numpy', 'app', 'psc_core', 'fastapi'}), psc_client.__all__)"
+        "bad = {'torch', 'numpy', 'PIL', 'app', 'psc_core', 'fastapi', 'starlette', 'uvicorn'}\n"
+        "print(sorted(loaded & bad), psc_client.__all__)"
     )
     assert python(installed, "-c", code).stdout == f"[] {client.__all__}\n"
 

@@ -1,7 +1,5 @@
 """The deployment files: linted by their own tools, and in agreement with the service."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

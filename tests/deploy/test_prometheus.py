@@ -1,7 +1,5 @@
 """A real Prometheus scrapes the real service, and PromQL answers what the client counted."""
 
-from __future__ import annotations
-
 import io
 import socket
 import subprocess

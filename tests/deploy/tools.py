@@ -1,7 +1,5 @@
 """Programs that the deployment files are checked with, and those files."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

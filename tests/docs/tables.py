@@ -4,8 +4,6 @@ The others are ``metrics``, and ``problems`` of ``docs/errors.md``.  Settings an
 of their page.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final

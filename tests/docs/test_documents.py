@@ -1,7 +1,5 @@
 """Documents against the code: links and headings, make targets, command lines, imports, generated tables."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

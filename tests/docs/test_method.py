@@ -1,7 +1,5 @@
 """``docs/method.md``: the names in it can be imported and its pseudo-code runs."""
 
-from __future__ import annotations
-
 import doctest
 import re
 import tarfile

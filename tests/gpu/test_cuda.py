@@ -1,7 +1,5 @@
 """What only a GPU shows: the same numbers as the CPU, captured graphs, a fit on the device.  ``make gpu``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

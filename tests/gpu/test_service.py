@@ -1,7 +1,5 @@
 """The service on a GPU: networks cut by hooks, explanations, ``--compile``, two models, reloads, too little memory."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``psc-fit`` on whole networks of every family: fit, save, load, predict, on the CPU with random weights."""
 
-from __future__ import annotations
-
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -111,7 +109,7 @@ class Setup:
         monkeypatch.setattr(PSC, "save", remembered)
         args = ["--model", self.case.spec, "--weights", str(self.weights), "--preset", "imagenet", "--device", "cpu"]
         args += ["--train", str(self.folders / "train"), "--val", str(self.folders / "val"), "--batch-images", "32"]
-        args += ["--size", str(self.case.size), "--out", str(out), *more]
+        args += ["--size", str(self.case.size), "--out", str(out), "--no-report", *more]
         for pair in self.case.model_args:
             args += ["--model-arg", pair]
         assert cli.main(args) == 0

@@ -1,7 +1,5 @@
 """Every command and Python block of the README and of ``docs`` runs on a few images, and so does the notebook."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

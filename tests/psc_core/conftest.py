@@ -1,7 +1,5 @@
 """A fitted model and images."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 
 from psc_core import PRESETS, PSC, open_dataset
 from tests import folders
+from tests.conftest import made_once
 
 ALLOW = ("tests.tiny:network",)
 
@@ -27,25 +26,36 @@ def digits(data_root: Path) -> torch.Tensor:
 @pytest.fixture(scope="session")
 def digit_folders(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> tuple[Path, Path]:
     """Folders of training and validation images with the names of digits."""
-    root = tmp_path_factory.mktemp("digits")
-    return tuple(  # type: ignore[return-value]
-        folders.write_digits(root / split, data_root, split, images) for split, images in (("train", 600), ("val", 150))
-    )
+
+    def write(root: Path) -> None:
+        for split, images in (("train", 600), ("val", 150)):
+            folders.write_digits(root / split, data_root, split, images)
+
+    root = made_once(tmp_path_factory, "digits", write)
+    return root / "train", root / "val"
 
 
 @pytest.fixture(scope="session")
 def hf_job(tmp_path_factory: pytest.TempPathFactory, digit_folders: tuple[Path, Path]) -> folders.Job:
     """A vision transformer of transformers, trained on digits."""
     pytest.importorskip("transformers", reason="folders of transformers need it: pip install 'psc[hf]'")
-    net = folders.transformer("vit")
-    folders.train(net, digit_folders[0], epochs=6)
-    return folders.Job(folders.save_transformer(tmp_path_factory.mktemp("hf") / "my-vit", net), *digit_folders)
+
+    def train(root: Path) -> None:
+        net = folders.transformer("vit")
+        folders.train(net, digit_folders[0], epochs=6)
+        folders.save_transformer(root / "my-vit", net)
+
+    return folders.Job(made_once(tmp_path_factory, "hf", train) / "my-vit", *digit_folders)
 
 
 @pytest.fixture(scope="session")
 def timm_job(tmp_path_factory: pytest.TempPathFactory, digit_folders: tuple[Path, Path]) -> folders.Job:
     """A residual network of timm, trained on digits."""
     pytest.importorskip("timm", reason="folders of timm need it: pip install 'psc[timm]'")
-    net = folders.timm_network()
-    folders.train(net, digit_folders[0], epochs=3)
-    return folders.Job(folders.save_timm(tmp_path_factory.mktemp("timm") / "my-net", net), *digit_folders)
+
+    def train(root: Path) -> None:
+        net = folders.timm_network()
+        folders.train(net, digit_folders[0], epochs=3)
+        folders.save_timm(root / "my-net", net)
+
+    return folders.Job(made_once(tmp_path_factory, "timm", train) / "my-net", *digit_folders)

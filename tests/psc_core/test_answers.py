@@ -1,7 +1,5 @@
 """The query parameters of each task, and the client's options, which repeat them for type checkers."""
 
-from __future__ import annotations
-
 from typing import Any, get_type_hints
 
 import pytest

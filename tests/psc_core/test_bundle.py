@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -31,12 +29,6 @@ from psc_core.settings import DEFAULTS
 from tools import forge
 
 ALLOW = ("tests.tiny:network",)
-
-
-@pytest.fixture
-def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
-    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
 
 
 def edit_manifest(bundle: Path, **changes: Any) -> None:
@@ -212,13 +204,6 @@ def test_a_bundle_is_replaced_only_where_that_is_allowed(bundle: Path) -> None:
         check_target(bundle, overwrite=False)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 6}'])
-def test_rejects_malformed_manifest(bundle: Path, content: bytes) -> None:
-    (bundle / "manifest.json").write_bytes(content)
-    with pytest.raises(BundleError, match="manifest"):
-        read_bundle(bundle)
-
-
 def test_manifest_has_no_local_path(tiny_bundle: Path) -> None:
     text = (tiny_bundle / "manifest.json").read_text()
     assert str(Path.home()) not in text
@@ -308,10 +293,6 @@ def test_only_networks_of_a_library_are_named(model: str) -> None:
         ({"policy": 3}, "field policy:"),
         ({"classes": ["one"]}, "field classes:"),
         ({"surprise": 1}, "field surprise:"),
-        ({"layers": None}, "field layers:"),
-        ({"policy": {"alpha": 2.0, "ambiguity_threshold": 1.0, "coverage": 0.9}}, r"field policy\.alpha:"),
-        ({"files": {}}, "expected files to be"),
-        ({"files": {"../evil.safetensors": {"bytes": 1, "sha256": "0" * 64}}}, "expected files to be"),
     ],
 )
 def test_rejects_wrong_manifest(bundle: Path, changes: dict[str, Any], message: str) -> None:

@@ -1,7 +1,5 @@
 """``docs/bundle-format.md`` against the code: a reader written from it agrees, and it names what bundles hold."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

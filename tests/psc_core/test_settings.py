@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from typing import Any, get_type_hints

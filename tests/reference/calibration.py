@@ -1,7 +1,5 @@
 """Naive twins of conformal calibration: counting loops and exact fractions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Naive float64 twins of ``psc_core.linalg`` and ``psc_core.collapse``: one row at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ Everything is in the coordinates ``y = (z − mean) U`` of the definition (no wh
 written without coordinates: ``(1 − ρ) S + ρ t T`` for a target covariance T, with ``t = tr(T⁻¹S) / P``.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Naive float64 twins of the heads of both tasks: dense posteriors, explicit Jacobians, loops."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

@@ -1,7 +1,5 @@
 """Naive float64 twins of ``psc_core.linalg``."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -1,7 +1,5 @@
 """Naive twins of :mod:`psc_core.maps`: one vector, one position and one level at a time, in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Naive float64 twins of metrics and baselines: loops over pairs, groups and thresholds."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Naive float64 twins of moments, Tucker sizes and the projection: loops, no prefix sums, no streaming."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import torch

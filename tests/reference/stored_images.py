@@ -1,7 +1,5 @@
 """Nearest kept images, one pair at a time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

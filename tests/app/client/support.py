@@ -1,7 +1,5 @@
 """A scripted service for the client."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

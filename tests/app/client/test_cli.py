@@ -1,7 +1,5 @@
 """``psc-predict`` against a scripted service."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """How often each field occurs in a parsed message."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

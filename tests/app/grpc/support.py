@@ -1,7 +1,5 @@
 """The fakes behind a port of gRPC, and Triton's client."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """What tests of the HTTP interface check in answers."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

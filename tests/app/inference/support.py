@@ -1,7 +1,5 @@
 """An engine with fakes around it, and shorthands for its queue."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager

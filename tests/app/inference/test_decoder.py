@@ -1,7 +1,5 @@
 """Requests take turns in the decode pool: seen with a queue and a clock that the test moves by hand."""
 
-from __future__ import annotations
-
 import io
 from collections import deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Steps: eager ones, those of a GPU with a CUDA that only takes notes, and what all share."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Iterator

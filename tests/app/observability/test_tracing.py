@@ -1,7 +1,5 @@
 """The grammar of the trace context header, and the spans that are exported."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """The step of a GPU, traced with fake tensors: it reads no value back and leaves no tensor on the host."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the tests of the command lines share."""
 
-from __future__ import annotations
-
 import pytest
 
 

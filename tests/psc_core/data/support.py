@@ -1,7 +1,5 @@
 """Folders of tiny images."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from PIL import Image

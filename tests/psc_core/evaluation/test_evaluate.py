@@ -1,7 +1,5 @@
 """One entrance for the models of all tasks, and observed rates beside nominal ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

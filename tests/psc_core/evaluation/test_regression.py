@@ -1,7 +1,5 @@
 """A regression measured on test images, beside the same numbers from its predictions."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

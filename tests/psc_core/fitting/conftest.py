@@ -1,7 +1,5 @@
 """A trained network, its images and a projection."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A whole fit by two processes (Gloo, with the environment of torch's launcher) is the fit by one."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

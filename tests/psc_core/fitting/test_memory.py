@@ -1,7 +1,5 @@
 """What a fit keeps does not grow with the images but for labels and positions: bytes are counted, not measured."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterator

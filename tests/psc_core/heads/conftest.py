@@ -1,7 +1,5 @@
 """Fixtures for the tests of a classifier's heads and their fits."""
 
-from __future__ import annotations
-
 import pytest
 
 from psc_core.heads import sngp

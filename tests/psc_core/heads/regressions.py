@@ -1,7 +1,5 @@
 """Features, numbers and fitted heads for the tests of a regression's heads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

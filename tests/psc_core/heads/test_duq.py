@@ -1,7 +1,5 @@
 """DUQ's kernels, probabilities and loss against loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The random-feature Gaussian process against its kernel and a dense posterior."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The temperature of the original network's predictions."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Encoded images."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib
@@ -12,20 +10,15 @@ from PIL import Image
 GRADIENT = np.add.outer(np.arange(24), np.arange(32)).astype(np.uint8) * 4
 
 
-def encode(image: Image.Image, kind: str, **options: object) -> bytes:
+def encode(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
-def png_header_of(width: int, height: int) -> bytes:
-    """A PNG whose header declares width × height and whose data is empty."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+def chunk(kind: bytes, body: bytes) -> bytes:
+    """One of the pieces that a PNG is made of."""
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
 def tiff_of(samples: np.ndarray, **tags: int | float | tuple[int | float, ...]) -> bytes:  # type: ignore[type-arg]
@@ -55,10 +48,6 @@ def tiff_of(samples: np.ndarray, **tags: int | float | tuple[int | float, ...]) 
 
 def png_of(rows: bytes, width: int, height: int, depth: int, colours: int, **chunks: bytes) -> bytes:
     """A PNG of rows that each begin with a zero, with further chunks before the pixels."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colours, 0, 0, 0))
     further = b"".join(chunk(name.encode(), body) for name, body in chunks.items())
     return b"\x89PNG\r\n\x1a\n" + head + further + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")

@@ -1,7 +1,5 @@
 """A log with a few rows, written without a service."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """An image is removed wherever it is; what is too old goes, and nothing that a row needs."""
 
-from __future__ import annotations
-
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

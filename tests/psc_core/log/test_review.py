@@ -1,7 +1,5 @@
 """What people should look at first, as tasks for them, and what nobody reviewed."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """A log's files, rows, images and models."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

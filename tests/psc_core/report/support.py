@@ -1,7 +1,5 @@
 """The content of a report with known numbers."""
 
-from __future__ import annotations
-
 import torch
 
 from psc_core.report.classification import ClassificationSet

@@ -1,7 +1,5 @@
 """What a report keeps is what was served, and comes back as it was or with one clear error."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -154,12 +152,6 @@ def test_where_nothing_is_accepted_nothing_is_said_of_errors(shipped_bundle: Pat
     found = facts_of(read_bundle(shipped_bundle), Content(version, (images,)))
     assert found.shares == {"accepted": 0.0, "unclear": 0.0, "unusual": 1.0}
     assert len(found.verdict) == 1 and "100 % unusual" in found.verdict[0]
-
-
-def test_a_bundle_without_images_has_its_thresholds(shipped_bundle: Path) -> None:
-    bundle = read_bundle(shipped_bundle)
-    found = facts_of(bundle, Content(bundle.manifest.version))
-    assert f"{found.ood_threshold:.4g} nats" in found.to_text() and found.measured is None
 
 
 def test_content_of_another_bundle_is_refused(shipped_bundle: Path) -> None:

@@ -1,7 +1,5 @@
 """The page of a report, its card, and figures that draw the numbers that they are given."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """The report of a regression: what it keeps of images, its figures beside naive loops, its bundle's facts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Offline scoring: inputs, rows, parts, restarts, several processes, and images that cannot be read."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What every task owes to the floors above: decisions, tensors, columns, predictions."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import fields

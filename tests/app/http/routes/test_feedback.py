@@ -1,7 +1,5 @@
 """``POST /feedback``: a label comes into the log, checked against the row that it is on."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

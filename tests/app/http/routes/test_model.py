@@ -1,7 +1,5 @@
 """Models, their examples and live counts, health, metrics, keys, the page, and the OpenAPI document."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``/predict`` over HTTP: three body forms, options, and every documented error."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io
