@@ -305,6 +305,50 @@ def test_classifies_and_clears_dropped_images(page: Driver, files: dict[str, Pat
     assert page.switch_to.active_element.get_attribute("id") == "files"
 
 
+def draw(driver: Driver, *points: tuple[float, float]) -> None:
+    """A stroke with the mouse, through these fractions of the canvas."""
+    canvas = find(driver, "#canvas")[0]
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    left, top, width, height = driver.execute_script(
+        "const box = arguments[0].getBoundingClientRect(); return [box.left, box.top, box.width, box.height]", canvas
+    )
+    for kind, (x, y) in zip(
+        ("Pressed", *["Moved"] * len(points), "Released"), (points[0], *points, points[-1]), strict=True
+    ):
+        event = {"type": f"mouse{kind}", "x": left + x * width, "y": top + y * height, "button": "left", "buttons": 1}
+        driver.execute_cdp_cmd("Input.dispatchMouseEvent", {**event, "clickCount": 1})
+
+
+def drawn(driver: Driver, name: str) -> np.ndarray[Any, Any]:
+    """The grey values of a tile's picture."""
+    until(lambda: tile(driver, name).find_element("css selector", "img").get_property("naturalWidth"))
+    values, width = driver.execute_script(
+        "const [picture] = arguments, {naturalWidth: width, naturalHeight: height} = picture;"
+        "const context = new OffscreenCanvas(width, height).getContext('2d'); context.drawImage(picture, 0, 0);"
+        "return [[...context.getImageData(0, 0, width, height).data], width]",
+        tile(driver, name).find_element("css selector", "img"),
+    )
+    return np.array(values).reshape(-1, width, 4)[..., 0]
+
+
+def test_a_drawing_is_asked_like_a_file(page: Driver) -> None:
+    assert not find(page, "#ask")[0].is_enabled()
+    draw(page, (0.0, 0.2), (0.9, 0.2))
+    draw(page, (0.1, 0.1), (0.2, 0.9))
+    find(page, "#undo")[0].click()
+    find(page, "#ask")[0].click()
+    until(lambda: text(page, "#status") == "1 of 1 image classified.")
+    grey = drawn(page, "drawing 1.png")
+    assert grey.shape == (8, 8) and all(grey == pytest.approx(each, abs=4) for each in (grey[:, ::-1], grey[::-1]))
+    assert (grey[:3] == 255).all() and (grey[3, 2:6] < 200).all() and grey[3, 0] == 255  # Smooth, and in the middle.
+    find(page, "#invert")[0].click()
+    find(page, "#ask")[0].click()
+    until(lambda: text(page, "#status") == "2 of 2 images classified.")
+    assert drawn(page, "drawing 2.png") == pytest.approx(255 - grey, abs=1)
+    find(page, "#wipe")[0].click()
+    assert not find(page, "#ask")[0].is_enabled() and errors(page) == []
+
+
 def test_sliders_decide_as_the_service_does(page: Driver, files: dict[str, Path], url: str) -> None:
     names = ("clear", "between", "strange")
     classify(page, *(files[name] for name in names))

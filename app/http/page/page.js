@@ -2,6 +2,7 @@
 
 import { getExample, getExamples, getLive, getModel, isPassing, patiently, predict, Problem, useKey } from "./api.js";
 import { decide } from "./decide.js";
+import { offerDrawing, startDrawing } from "./draw.js";
 import { percent } from "./format.js";
 import { arrange, mark, newTile, reach, showFilters, showTile, sorted, step, visible } from "./grid.js";
 import { offerReview, startReview } from "./review.js";
@@ -57,6 +58,7 @@ async function loadModel(name = null) {
   fill("rivals", model.models.filter((each) => each !== model.name), view.rival?.name, "nothing");
   if (view.rival?.name === model.name || !model.models.includes(view.rival?.name)) view.rival = null;
   element("models-field").hidden = model.models.length < 2;
+  offerDrawing(model.input);
   offerReview(model);
   redraw();
   showLive();
@@ -387,4 +389,5 @@ on("key-form", "submit", (event) => {
 });
 element("policy").open = matchMedia("(min-width: 48rem)").matches;
 modelLoading = loadModel();
+startDrawing((file) => add([file]));
 startReview();
