@@ -12,6 +12,12 @@ export function number(value) {
   return text.replaceAll("-", "\u2212");
 }
 
+// Return a fraction as so many out of so many: 5 of 100, 2 of 1000.
+export function outOf(fraction) {
+  const all = 10 ** Math.max(2, Math.ceil(-Math.log10(fraction) - 1e-9));
+  return [Math.round(all * fraction), all];
+}
+
 export function nats(value) {
   return `${number(value)}\u00a0nats`;
 }
