@@ -7,6 +7,7 @@ import { percent } from "./format.js";
 import { arrange, mark, newTile, reach, showFilters, showTile, sorted, step, visible } from "./grid.js";
 import { offerReview, startReview } from "./review.js";
 import { openPanel, showPanel } from "./panel.js";
+import { dropped, titleOf } from "./pictures.js";
 import { drawChart } from "./plots.js";
 import { chosen, showPolicy } from "./policy.js";
 import { save, toCsv, toJson } from "./save.js";
@@ -137,14 +138,20 @@ async function showLive() {
 async function showExamples(name) {
   const names = await getExamples(name).catch(() => []);
   const files = (await Promise.all(names.map((file) => getExample(name, file).catch(() => null)))).filter(Boolean);
+  const titles = new Map(await Promise.all(files.map(async (file) => [file, await titleOf(file)])));
   if (name !== view.model?.name) return;
+  files.sort((a, b) => titles.get(a).localeCompare(titles.get(b)));
   const buttons = files.map((file) => {
     const button = Object.assign(document.createElement("button"), { type: "button", className: "example" });
-    button.append(Object.assign(new Image(), { src: URL.createObjectURL(file), alt: "" }), file.name.replace(/\.\w+$/, ""));
-    button.addEventListener("click", () => add([file]));
+    button.append(Object.assign(new Image(), { src: URL.createObjectURL(file), alt: "" }), titles.get(file) || "What does the model say?");
+    button.addEventListener("click", () => {
+      const asked = images.find((image) => image.file === file);
+      if (asked) open(asked);
+      else add([file]);
+    });
     return button;
   });
-  element("examples").replaceChildren(element("examples").firstElementChild, ...buttons);
+  element("examples").replaceChildren(...buttons);
   element("examples").hidden = files.length === 0;
 }
 
@@ -309,7 +316,7 @@ for (const name of ["dragleave", "drop"]) {
     if (name === "drop" || event.relatedTarget === null) drop.classList.remove("over");
   });
 }
-document.addEventListener("drop", (event) => add(event.dataTransfer.files));
+document.addEventListener("drop", (event) => dropped(event.dataTransfer).then((files) => add(files), ({ message }) => say(message)));
 document.addEventListener("paste", (event) => add(event.clipboardData.files));
 document.addEventListener("visibilitychange", showLive);
 setInterval(showLive, LIVE_MILLISECONDS);
