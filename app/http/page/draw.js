@@ -1,7 +1,7 @@
 // A canvas for models that take small grey images. A drawing becomes a PNG file, which goes the way of every other.
 
 const LARGEST = 64; // pixels; nobody draws a larger image
-const SHOWN = 320; // pixels of the longer side on the screen
+const SHOWN = 640; // pixels of the longer side on the screen
 const STROKE = 0.085; // its width, as a fraction of the shorter side: that of a handwritten digit
 const BODY = 5 / 7 - STROKE; // what a drawing fills of the sides at most: in MNIST, 20 of 28 pixels with the ink
 const UNTOLD = 0.2; // a mean this near to the middle does not tell ink from paper
@@ -23,7 +23,11 @@ export function offerDrawing({ mode, width, height, resize, mean }) {
 }
 
 function show() {
-  paint(canvas, strokes);
+  const context = paint(canvas, strokes).getContext("2d");
+  if (strokes.length === 0) {
+    Object.assign(context, { fillStyle: isInkBright ? "#aaa" : "#666", textAlign: "center", font: "36px sans-serif" });
+    context.fillText("Draw here", canvas.width / 2, canvas.height / 2);
+  }
   for (const id of ["undo", "wipe", "ask"]) element(id).disabled = strokes.length === 0;
 }
 

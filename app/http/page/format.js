@@ -18,6 +18,9 @@ export function outOf(fraction) {
   return [Math.round(all * fraction), all];
 }
 
+// Return a name as nodes between which a line may break: behind its words, and before a file's extension.
+export const breakable = (name) => name.split(/(?<=[-_ ])|(?=\.\w+$)/).flatMap((part) => [document.createElement("wbr"), part]);
+
 export function nats(value) {
   return `${number(value)}\u00a0nats`;
 }

@@ -4,9 +4,9 @@ import { getExample, getExamples, getLive, getModel, isPassing, patiently, predi
 import { decide } from "./decide.js";
 import { offerDrawing, startDrawing } from "./draw.js";
 import { percent } from "./format.js";
-import { arrange, mark, newTile, reach, showFilters, showTile, sorted, step, visible } from "./grid.js";
+import { arrange, mark, newTile, reach, showFilters, showFolder, showTile, sorted, step, visible } from "./grid.js";
 import { offerReview, startReview } from "./review.js";
-import { openPanel, showPanel } from "./panel.js";
+import { openPanel, reveal, showPanel } from "./panel.js";
 import { dropped, titleOf } from "./pictures.js";
 import { drawChart } from "./plots.js";
 import { chosen, showPolicy } from "./policy.js";
@@ -30,6 +30,7 @@ let opened = null; // the image that the panel shows
 let running = 0;
 let added = 0; // the number of images ever added, for their ids
 let drawing = false;
+let isFirst = false; // the first of several images that needs a person is still to be opened
 
 // A service that is loading or restarting is asked again; the images wait until then. One that came back with other
 // models is asked for its default.
@@ -90,6 +91,7 @@ function redraw() {
 function draw() {
   const { model, policy, rival } = view;
   element("work").hidden = element("actions").hidden = images.length === 0;
+  element("again").hidden = !images.some(({ state, isPassing: passes }) => state === "failed" && passes);
   document.body.classList.toggle("busy", images.length > 0);
   if (model === null) return;
   const done = decided();
@@ -100,6 +102,7 @@ function draw() {
     showTile(image, model, rival);
   }
   showFilters(images, filter);
+  showFolder(images, filter);
   showPolicy(policy, model, done);
   drawChart(element("chart"), done, policy, model, opened?.id);
   if (!panel.open || !opened) return;
@@ -146,7 +149,7 @@ async function showExamples(name) {
     button.append(Object.assign(new Image(), { src: URL.createObjectURL(file), alt: "" }), titles.get(file) || "What does the model say?");
     button.addEventListener("click", () => {
       const asked = images.find((image) => image.file === file);
-      if (asked) open(asked);
+      if (asked) open(asked, false);
       else add([file]);
     });
     return button;
@@ -155,16 +158,21 @@ async function showExamples(name) {
   element("examples").hidden = files.length === 0;
 }
 
-function add(files) {
+// A single image is opened at once; of several that come first, one that needs a person.
+function add(files, isDrawn = false) {
   const entries = [...files].map((file) => {
     added += 1;
     const id = `image-${added}`;
     return { id, file, tile: newTile(id, file), state: "waiting" };
   });
+  if (entries.length === 0) return;
+  element("draw").open &&= isDrawn;
+  isFirst = entries.length > 1 && images.length === 0;
   images.unshift(...entries);
   arrange(images);
+  if (entries.length === 1) open(entries[0], false);
   for (const image of entries.filter(({ file }) => file.type !== "" && !file.type.startsWith("image/"))) {
-    fail(image, new Problem(0, `Not an image (${image.file.type}); it was not sent.`));
+    fail(image, new Problem(415, `Not an image (${image.file.type}), so it was not sent; choose a JPEG or PNG file.`));
   }
   progress();
   work();
@@ -180,7 +188,10 @@ function work() {
       work();
     });
   }
-  if (running === 0) resort();
+  if (running > 0) return;
+  resort();
+  if (isFirst) open(images[0], false);
+  isFirst = false;
 }
 
 async function ask(image) {
@@ -200,6 +211,9 @@ async function ask(image) {
     [image.prediction] = answer.predictions;
     image.other = second ? { prediction: second.predictions[0], decision: second.predictions[0].decision } : null;
     image.state = "done";
+    if (isFirst && image.prediction.decision !== "accept") open(image, false);
+    isFirst &&= image !== opened;
+    if (image === opened) explain();
   } catch (problem) {
     if (problem.status === 404 && (await isGone(image))) return;
     fail(image, problem);
@@ -231,8 +245,9 @@ async function isGone(image) {
 function fail(image, problem) {
   const wantsKey = problem.status === 401;
   element("key-form").hidden &&= !wantsKey;
-  Object.assign(image, { state: wantsKey ? "locked" : "failed", prediction: null, problem: problem.message });
-  mark(image.tile, "error", "✕ Failed", problem.message);
+  const message = problem.message.replace(/^image 0 \('.*?'\): /, ""); // The page says which by its name.
+  Object.assign(image, { state: wantsKey ? "locked" : "failed", prediction: null, problem: message, isPassing: isPassing(problem) });
+  mark(image.tile, "error", "✕ Failed", message);
 }
 
 function again(...states) {
@@ -254,12 +269,13 @@ function say(text) {
   element("status").textContent = text;
 }
 
-function open(image) {
-  if (image.tile.hidden) filter = "all";
+function open(image, takesFocus = true) {
+  if (image.tile.hidden || image.state === "waiting") filter = "all";
   opened = image;
-  openPanel();
+  openPanel(takesFocus);
   redraw();
-  image.tile.scrollIntoView({ block: "nearest" });
+  if (takesFocus) image.tile.scrollIntoView({ block: "nearest" });
+  if (!isFirst) requestAnimationFrame(reveal);
   explain();
 }
 
@@ -292,6 +308,7 @@ function move(key, fromPanel) {
 function clear() {
   for (const { tile } of images) URL.revokeObjectURL(tile.querySelector("img").src);
   images = [];
+  isFirst = false;
   filter = "all";
   panel.close();
   arrange(images);
@@ -300,10 +317,12 @@ function clear() {
 }
 
 const drop = element("upload");
-on("files", "change", (event) => {
-  add(event.target.files);
-  event.target.value = "";
-});
+for (const id of ["files", "photo"]) {
+  on(id, "change", (event) => {
+    add(event.target.files);
+    event.target.value = "";
+  });
+}
 for (const name of ["dragenter", "dragover"]) {
   document.addEventListener(name, (event) => {
     event.preventDefault();
@@ -335,10 +354,12 @@ on("reset", "click", () => {
   resort();
 });
 on("sort", "change", resort);
-on("filters", "click", ({ target }) => {
-  filter = target.closest("button")?.dataset.filter ?? filter;
-  redraw();
-});
+for (const id of ["filters", "folder"]) {
+  on(id, "click", ({ target }) => {
+    filter = target.closest("button")?.dataset.filter ?? filter;
+    redraw();
+  });
+}
 element("grid").addEventListener("load", redraw, true); // The picture that has loaded may be the one in the panel.
 for (const id of ["grid", "chart"]) {
   on(id, "click", ({ target }) => {
@@ -362,7 +383,7 @@ on("panel", "close", () => {
   opened = null;
   if (last && images.includes(last)) {
     reach(last.id);
-    element(last.id).focus({ preventScroll: true });
+    element(last.id).focus();
   }
   redraw();
 });
@@ -370,6 +391,7 @@ on("why", "toggle", explain);
 on("picture", "load", redraw);
 on("picture", "error", redraw);
 on("about", "toggle", showLive);
+on("again", "click", () => again("failed"));
 on("csv", "click", () => save("psc.csv", "text/csv", toCsv(visible(images), view)));
 on("json", "click", () => save("psc.json", "application/json", toJson(visible(images), view)));
 on("clear", "click", clear);
@@ -396,5 +418,5 @@ on("key-form", "submit", (event) => {
 });
 element("policy").open = matchMedia("(min-width: 48rem)").matches;
 modelLoading = loadModel();
-startDrawing((file) => add([file]));
+startDrawing((file) => add([file], true));
 startReview();
