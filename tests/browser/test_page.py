@@ -354,7 +354,11 @@ def test_a_drawing_is_asked_like_a_file(page: Driver) -> None:
     until(lambda: text(page, "#status") == "2 of 2 images classified.")
     assert drawn(page, "drawing 2.png") == pytest.approx(255 - grey, abs=1)
     find(page, "#wipe")[0].click()
-    assert not find(page, "#ask")[0].is_enabled() and errors(page) == []
+    assert not find(page, "#ask")[0].is_enabled()
+    draw(page, (0.2, 0.7))  # a tap
+    find(page, "#ask")[0].click()
+    until(lambda: text(page, "#status") == "3 of 3 images classified.")
+    assert (drawn(page, "drawing 3.png")[3:5, 3:5] > 0).all() and errors(page) == []
 
 
 def test_sliders_decide_as_the_service_does(page: Driver, files: dict[str, Path], url: str) -> None:

@@ -1,7 +1,7 @@
 // A canvas for models that take small grey images. A drawing becomes a PNG file, which goes the way of every other.
 
 const LARGEST = 64; // pixels; nobody draws a larger image
-const SHOWN = 640; // pixels of the longer side on the screen
+const SHOWN = 640; // pixels of the canvas's longer side
 const STROKE = 0.085; // its width, as a fraction of the shorter side: that of a handwritten digit
 const BODY = 5 / 7 - STROKE; // what a drawing fills of the sides at most: in MNIST, 20 of 28 pixels with the ink
 const UNTOLD = 0.2; // a mean this near to the middle does not tell ink from paper
@@ -40,7 +40,8 @@ function paint(surface, lines) {
   Object.assign(context, { strokeStyle: ink, lineWidth: STROKE * Math.min(width, height), lineCap: "round", lineJoin: "round" });
   for (const line of lines) {
     context.beginPath();
-    for (const [x, y] of [line[0], ...line]) context.lineTo(x * width, y * height);
+    context.moveTo(line[0][0] * width + 0.01, line[0][1] * height); // A tap is a dot; a line of no length would not be drawn.
+    for (const [x, y] of line) context.lineTo(x * width, y * height);
     context.stroke();
   }
   return surface;
@@ -62,7 +63,7 @@ function place({ clientX, clientY }) {
   return [(clientX - left) / width, (clientY - top) / height];
 }
 
-// A stroke ends at its own canvas's edge or beyond it: the canvas keeps the pointer until that is lifted.
+// A stroke may leave the canvas, which keeps the pointer until that is lifted.
 export function startDrawing(ask) {
   canvas.addEventListener("pointerdown", (event) => {
     if (!event.isPrimary || event.button !== 0) return;

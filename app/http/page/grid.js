@@ -18,7 +18,7 @@ export function newTile(id, file) {
   const name = item.querySelector(".file");
   name.title = file.name;
   name.append(...breakable(file.name));
-  picture.addEventListener("load", () => picture.classList.toggle("pixels", picture.naturalWidth < SMALL_PIXELS));
+  picture.addEventListener("load", () => (picture.className = picture.naturalWidth < SMALL_PIXELS ? "pixels" : ""));
   picture.addEventListener("error", () => picture.parentElement.classList.add("none"));
   pictureOf(file).then((url) => {
     if (item.isConnected) picture.src = url;

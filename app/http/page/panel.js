@@ -33,6 +33,7 @@ export function showPanel(image, { model, policy, rival }, place) {
   if (!source) picture.removeAttribute("src"); // The smaller picture is not ready yet.
   else if (picture.src !== source) Object.assign(picture, { src: source, alt: file.name });
   const { naturalWidth: width, naturalHeight: height } = picture; // Both are 0 until the picture has loaded, which draws again.
+  picture.classList.toggle("loading", width === 0);
   element("frame").style.setProperty("--ratio", width / height || 1);
   element("frame").classList.toggle("pixels", width > 0 && width < SMALL_PIXELS);
   element("frame").classList.toggle("none", source !== "" && picture.complete && width === 0);

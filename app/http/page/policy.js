@@ -33,7 +33,7 @@ export function showPolicy(policy, model, images) {
   showSlider("alpha", Math.log(policy.alpha / smallest) / Math.log(LARGEST_ALPHA / smallest), `${number(100 * policy.alpha)}\u00a0%`);
   const isOff = task.isOff(limit, highest);
   showSlider("limit", limit / highest, isOff ? "off" : limit < 0 ? "all" : task.limitShare(limit, model));
-  sliders.limit.title = isOff ? "" : task.limitText(limit, model);
+  sliders.limit.title = isOff || limit < 0 ? "" : task.limitText(limit, model);
   element("handed").textContent = handed(policy, model);
   element("own").hidden = Object.keys(policy).every((name) => policy[name] === model.policy[name]);
 }
