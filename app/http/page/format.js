@@ -12,6 +12,15 @@ export function number(value) {
   return text.replaceAll("-", "\u2212");
 }
 
+// Return a fraction as so many out of so many: 5 of 100, 2 of 1000.
+export function outOf(fraction) {
+  const all = 10 ** Math.max(2, Math.ceil(-Math.log10(fraction) - 1e-9));
+  return [Math.round(all * fraction), all];
+}
+
+// Return a name as nodes between which a line may break: behind its words, and before a file's extension.
+export const breakable = (name) => name.split(/(?<=[-_ ])|(?=\.\w+$)/).flatMap((part) => [document.createElement("wbr"), part]);
+
 export function nats(value) {
   return `${number(value)}\u00a0nats`;
 }

@@ -1,6 +1,7 @@
 // The pictures, each with its decision: their order, which of them are shown, and which one has the keyboard.
 
 import { DECISIONS } from "./decide.js";
+import { breakable } from "./format.js";
 import { pictureOf } from "./pictures.js";
 import { taskOf } from "./tasks.js";
 
@@ -14,7 +15,10 @@ export function newTile(id, file) {
   const picture = item.querySelector("img");
   item.firstElementChild.id = id;
   picture.alt = file.name;
-  picture.addEventListener("load", () => picture.classList.toggle("pixels", picture.naturalWidth < SMALL_PIXELS));
+  const name = item.querySelector(".file");
+  name.title = file.name;
+  name.append(...breakable(file.name));
+  picture.addEventListener("load", () => (picture.className = picture.naturalWidth < SMALL_PIXELS ? "pixels" : ""));
   picture.addEventListener("error", () => picture.parentElement.classList.add("none"));
   pictureOf(file).then((url) => {
     if (item.isConnected) picture.src = url;
@@ -27,7 +31,7 @@ export function mark(line, decision, badge, label = "") {
   const text = line.querySelector(".badge");
   text.dataset.decision = decision;
   text.textContent = badge;
-  line.querySelector(".label").textContent = label;
+  line.querySelector(".label").replaceChildren(...breakable(String(label)));
 }
 
 export function showTile({ tile, prediction, decision, other }, model, rival) {
@@ -42,9 +46,18 @@ export function showTile({ tile, prediction, decision, other }, model, rival) {
 
 const differs = ({ decision, other, prediction }) => other && (other.decision !== decision || other.prediction.label !== prediction.label);
 
-const belongs = (image, filter) =>
-  filter === "all" ||
-  (filter === "error" ? image.state === "failed" : image.state === "done" && (filter === "differ" ? differs(image) : image.decision === filter));
+const BELONGS = {
+  all: () => true,
+  error: ({ state }) => state === "failed",
+  differ: (image) => image.state === "done" && differs(image),
+  person: ({ state, decision }) => state === "done" && decision !== "accept",
+};
+const belongs = (image, filter) => (BELONGS[filter] ?? (({ state, decision }) => state === "done" && decision === filter))(image);
+const LINE = {
+  accept: (count, all) => `${count} of ${all} can be automated`,
+  person: (count) => `${count} ${count === 1 ? "needs" : "need"} you`,
+  error: (count) => `${count} failed`,
+};
 
 const mostUnusual = (a, b) => a.prediction.ood_p_value - b.prediction.ood_p_value || b.prediction.ood_score - a.prediction.ood_score;
 const ranks = Object.keys(DECISIONS);
@@ -55,11 +68,10 @@ const ORDERS = {
   decision: (a, b) => ranks.indexOf(a.decision) - ranks.indexOf(b.decision) || mostUnusual(a, b),
 };
 
-// Images without an answer stay in front, where they were added.
+// Images that wait for an answer stay in front, where they were added; those that failed come last.
 export function sorted(images, order, model) {
-  const done = images.filter(({ prediction }) => prediction);
-  done.sort((a, b) => ORDERS[order](a, b, taskOf(model)));
-  return [...images.filter(({ prediction }) => !prediction), ...done];
+  const rank = ({ state, prediction }) => (prediction ? 1 : state === "failed" ? 2 : 0);
+  return images.toSorted((a, b) => rank(a) - rank(b) || (rank(a) === 1 ? ORDERS[order](a, b, taskOf(model)) : 0));
 }
 
 export function arrange(images) {
@@ -68,6 +80,19 @@ export function arrange(images) {
   if (items.length === grid.children.length && items.every((item, index) => item === grid.children[index])) return;
   grid.replaceChildren(...items);
   if (grid.contains(focused)) focused.focus({ preventScroll: true });
+}
+
+// Say above several images how many need no person; each part filters to its own.
+export function showFolder(images, filter) {
+  const folder = document.getElementById("folder");
+  folder.hidden = images.length < 2 || images.some(({ state }) => !["done", "failed"].includes(state));
+  for (const button of folder.children) {
+    const { filter: name } = button.dataset;
+    const count = images.filter((image) => belongs(image, name)).length;
+    button.textContent = LINE[name](count, images.length);
+    button.hidden = count === 0 && name !== "accept";
+    button.setAttribute("aria-pressed", name === filter);
+  }
 }
 
 // Hide the images that do not match the filter, and show for each filter how many do.
@@ -82,7 +107,7 @@ export function showFilters(images, filter) {
   });
   const filters = document.getElementById("filters");
   if (filters.textContent !== buttons.map((button) => button.textContent).join("") || !filters.querySelector(`[data-filter=${filter}][aria-pressed=true]`)) {
-    const focused = document.activeElement.dataset.filter;
+    const focused = filters.contains(document.activeElement) && document.activeElement.dataset.filter;
     filters.replaceChildren(...buttons);
     if (focused) filters.querySelector(`[data-filter=${focused}]`)?.focus();
   }

@@ -2,10 +2,13 @@
 
 import { getExample, getExamples, getModel, isPassing, patiently, predict, Problem, useKey } from "./api.js";
 import { decide } from "./decide.js";
-import { arrange, mark, newTile, reach, showFilters, showTile, sorted, step, visible } from "./grid.js";
+import { offerDrawing, startDrawing } from "./draw.js";
+import { percent } from "./format.js";
+import { arrange, mark, newTile, reach, showFilters, showFolder, showTile, sorted, step, visible } from "./grid.js";
 import { showLive } from "./live.js";
 import { showReview } from "./review.js";
-import { openPanel, showPanel } from "./panel.js";
+import { openPanel, reveal, showPanel } from "./panel.js";
+import { dropped, titleOf } from "./pictures.js";
 import { drawChart } from "./plots.js";
 import { chosen, showPolicy } from "./policy.js";
 import { save, toCsv, toJson } from "./save.js";
@@ -28,6 +31,7 @@ let opened = null; // the image that the panel shows
 let running = 0;
 let added = 0; // the number of images ever added, for their ids
 let drawing = false;
+let isFirst = false; // the first of several images that needs a person is still to be opened
 
 // A service that is loading or restarting is asked again; the images wait until then. One that came back with other
 // models is asked for its default.
@@ -57,6 +61,7 @@ async function loadModel(name = null) {
   fill("rivals", model.models.filter((each) => each !== model.name), view.rival?.name, "nothing");
   if (view.rival?.name === model.name || !model.models.includes(view.rival?.name)) view.rival = null;
   element("models-field").hidden = model.models.length < 2;
+  offerDrawing(model.input);
   offerViews(model);
   redraw();
   showExamples(model.name);
@@ -86,6 +91,7 @@ function redraw() {
 function draw() {
   const { model, policy, rival } = view;
   element("work").hidden = element("actions").hidden = images.length === 0;
+  element("again").hidden = !images.some(({ state, isPassing: passes }) => state === "failed" && passes);
   document.body.classList.toggle("busy", images.length > 0);
   if (model === null) return;
   const done = decided();
@@ -96,6 +102,7 @@ function draw() {
     showTile(image, model, rival);
   }
   showFilters(images, filter);
+  showFolder(images, filter);
   showPolicy(policy, model, done);
   drawChart(element("chart"), done, policy, model, opened?.id);
   if (!panel.open || !opened) return;
@@ -121,27 +128,38 @@ function resort() {
 async function showExamples(name) {
   const names = await getExamples(name).catch(() => []);
   const files = (await Promise.all(names.map((file) => getExample(name, file).catch(() => null)))).filter(Boolean);
+  const titles = new Map(await Promise.all(files.map(async (file) => [file, await titleOf(file)])));
   if (name !== view.model?.name) return;
+  files.sort((a, b) => titles.get(a).localeCompare(titles.get(b)));
   const buttons = files.map((file) => {
     const button = Object.assign(document.createElement("button"), { type: "button", className: "example" });
-    button.append(Object.assign(new Image(), { src: URL.createObjectURL(file), alt: "" }), file.name.replace(/\.\w+$/, ""));
-    button.addEventListener("click", () => add([file]));
+    button.append(Object.assign(new Image(), { src: URL.createObjectURL(file), alt: "" }), titles.get(file) || "What does the model say?");
+    button.addEventListener("click", () => {
+      const asked = images.find((image) => image.file === file);
+      if (asked) open(asked, false);
+      else add([file]);
+    });
     return button;
   });
-  element("examples").replaceChildren(element("examples").firstElementChild, ...buttons);
+  element("examples").replaceChildren(...buttons);
   element("examples").hidden = files.length === 0;
 }
 
-function add(files) {
+// A single image is opened at once; of several that come first, one that needs a person.
+function add(files, isDrawn = false) {
   const entries = [...files].map((file) => {
     added += 1;
     const id = `image-${added}`;
     return { id, file, tile: newTile(id, file), state: "waiting" };
   });
+  if (entries.length === 0) return;
+  element("draw").open &&= isDrawn;
+  isFirst = entries.length > 1 && images.length === 0;
   images.unshift(...entries);
   arrange(images);
+  if (entries.length === 1) open(entries[0], false);
   for (const image of entries.filter(({ file }) => file.type !== "" && !file.type.startsWith("image/"))) {
-    fail(image, new Problem(0, `Not an image (${image.file.type}); it was not sent.`));
+    fail(image, new Problem(415, `Not an image (${image.file.type}), so it was not sent; choose a JPEG or PNG file.`));
   }
   progress();
   work();
@@ -157,7 +175,10 @@ function work() {
       work();
     });
   }
-  if (running === 0) resort();
+  if (running > 0) return;
+  resort();
+  if (isFirst) open(images[0], false);
+  isFirst = false;
 }
 
 async function ask(image) {
@@ -177,6 +198,9 @@ async function ask(image) {
     [image.prediction] = answer.predictions;
     image.other = second ? { prediction: second.predictions[0], decision: second.predictions[0].decision } : null;
     image.state = "done";
+    if (isFirst && image.prediction.decision !== "accept") open(image, false);
+    isFirst &&= image !== opened;
+    if (image === opened) explain();
   } catch (problem) {
     if (problem.status === 404 && (await isGone(image))) return;
     fail(image, problem);
@@ -208,8 +232,9 @@ async function isGone(image) {
 function fail(image, problem) {
   const wantsKey = problem.status === 401;
   element("key-form").hidden &&= !wantsKey;
-  Object.assign(image, { state: wantsKey ? "locked" : "failed", prediction: null, problem: problem.message });
-  mark(image.tile, "error", "✕ Failed", problem.message);
+  const message = problem.message.replace(/^image 0 \('.*?'\): /, ""); // The page says which by its name.
+  Object.assign(image, { state: wantsKey ? "locked" : "failed", prediction: null, problem: message, isPassing: isPassing(problem) });
+  mark(image.tile, "error", "✕ Failed", message);
 }
 
 function again(...states) {
@@ -231,12 +256,13 @@ function say(text) {
   element("status").textContent = text;
 }
 
-function open(image) {
-  if (image.tile.hidden) filter = "all";
+function open(image, takesFocus = true) {
+  if (image.tile.hidden || image.state === "waiting") filter = "all";
   opened = image;
-  openPanel();
+  openPanel(takesFocus);
   redraw();
-  image.tile.scrollIntoView({ block: "nearest" });
+  if (takesFocus) image.tile.scrollIntoView({ block: "nearest" });
+  if (!isFirst) requestAnimationFrame(reveal);
   explain();
 }
 
@@ -269,6 +295,7 @@ function move(key, fromPanel) {
 function clear() {
   for (const { tile } of images) URL.revokeObjectURL(tile.querySelector("img").src);
   images = [];
+  isFirst = false;
   filter = "all";
   panel.close();
   arrange(images);
@@ -277,10 +304,12 @@ function clear() {
 }
 
 const drop = element("upload");
-on("files", "change", (event) => {
-  add(event.target.files);
-  event.target.value = "";
-});
+for (const id of ["files", "photo"]) {
+  on(id, "change", (event) => {
+    add(event.target.files);
+    event.target.value = "";
+  });
+}
 for (const name of ["dragenter", "dragover"]) {
   document.addEventListener(name, (event) => {
     event.preventDefault();
@@ -293,7 +322,7 @@ for (const name of ["dragleave", "drop"]) {
     if (name === "drop" || event.relatedTarget === null) drop.classList.remove("over");
   });
 }
-document.addEventListener("drop", (event) => add(event.dataTransfer.files));
+document.addEventListener("drop", (event) => dropped(event.dataTransfer).then((files) => add(files), ({ message }) => say(message)));
 document.addEventListener("paste", (event) => add(event.clipboardData.files));
 
 for (const id of ["alpha", "limit"]) {
@@ -310,10 +339,12 @@ on("reset", "click", () => {
   resort();
 });
 on("sort", "change", resort);
-on("filters", "click", ({ target }) => {
-  filter = target.closest("button")?.dataset.filter ?? filter;
-  redraw();
-});
+for (const id of ["filters", "folder"]) {
+  on(id, "click", ({ target }) => {
+    filter = target.closest("button")?.dataset.filter ?? filter;
+    redraw();
+  });
+}
 element("grid").addEventListener("load", redraw, true); // The picture that has loaded may be the one in the panel.
 for (const id of ["grid", "chart"]) {
   on(id, "click", ({ target }) => {
@@ -337,13 +368,14 @@ on("panel", "close", () => {
   opened = null;
   if (last && images.includes(last)) {
     reach(last.id);
-    element(last.id).focus({ preventScroll: true });
+    element(last.id).focus();
   }
   redraw();
 });
 on("why", "toggle", explain);
 on("picture", "load", redraw);
 on("picture", "error", redraw);
+on("again", "click", () => again("failed"));
 on("csv", "click", () => save("psc.csv", "text/csv", toCsv(visible(images), view)));
 on("json", "click", () => save("psc.json", "application/json", toJson(visible(images), view)));
 on("clear", "click", clear);
@@ -370,4 +402,5 @@ on("key-form", "submit", (event) => {
 });
 element("policy").open = matchMedia("(min-width: 48rem)").matches;
 modelLoading = loadModel();
+startDrawing((file) => add([file], true));
 startViews({ "#review": showReview, "#live": showLive });

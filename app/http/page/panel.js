@@ -1,7 +1,7 @@
 // The panel beside the pictures: one image with its decision, the reasons, and the numbers behind them.
 
 import { DECISIONS } from "./decide.js";
-import { nats, number, percent } from "./format.js";
+import { breakable, nats, number, percent } from "./format.js";
 import { SMALL_PIXELS } from "./grid.js";
 import { drawHistogram } from "./plots.js";
 import { taskOf } from "./tasks.js";
@@ -10,30 +10,30 @@ import { reason, showWhy } from "./why.js";
 const SHOWN_CLASSES = 5;
 const element = (id) => document.getElementById(id);
 const panel = element("panel");
-const beside = matchMedia("(min-width: 68rem)");
 
-// Beside the pictures if there is room, else over them, with the rest of the page out of reach.
-export function openPanel() {
-  if (panel.open) return;
-  if (beside.matches) panel.show();
-  else panel.showModal();
+// Beside the pictures if there is room, else above them. What opens by itself leaves the keyboard where it is.
+export function openPanel(takesFocus) {
+  panel.open = true;
+  if (takesFocus && !panel.contains(document.activeElement)) element("panel-name").focus({ preventScroll: true });
 }
 
-beside.addEventListener("change", () => {
-  if (!panel.open) return;
-  panel.close();
-  openPanel();
-});
+// After the panel was drawn: bring it up if little of it can be seen.
+export function reveal() {
+  const { top } = panel.getBoundingClientRect();
+  if (top < 0 || top > 0.6 * innerHeight) panel.scrollIntoView();
+}
 
 export function showPanel(image, { model, policy, rival }, place) {
   const { file, prediction, decision, tile } = image;
   const picture = element("picture");
   const source = tile.querySelector("img").src;
-  element("panel-name").textContent = file.name;
+  if (element("panel-name").ariaLabel !== file.name) element("panel-name").replaceChildren(...breakable(file.name));
+  element("panel-name").ariaLabel = file.name; // Without the breaks, which are read as spaces.
   element("panel-place").textContent = place;
   if (!source) picture.removeAttribute("src"); // The smaller picture is not ready yet.
   else if (picture.src !== source) Object.assign(picture, { src: source, alt: file.name });
   const { naturalWidth: width, naturalHeight: height } = picture; // Both are 0 until the picture has loaded, which draws again.
+  picture.classList.toggle("loading", width === 0);
   element("frame").style.setProperty("--ratio", width / height || 1);
   element("frame").classList.toggle("pixels", width > 0 && width < SMALL_PIXELS);
   element("frame").classList.toggle("none", source !== "" && picture.complete && width === 0);
@@ -58,7 +58,8 @@ function classBars(classes) {
     fill.style.width = `${100 * probability}%`;
     const track = make("span", "track", fill);
     track.setAttribute("aria-hidden", "true");
-    return make("li", "", make("span", "name", name), track, make("span", "share", percent(probability)));
+    const text = Object.assign(make("span", "name", name), { title: name });
+    return make("li", "", text, track, make("span", "share", percent(probability)));
   });
 }
 

@@ -39,6 +39,30 @@ async function smaller(file) {
   return canvas.convertToBlob({ type: "image/webp", quality: 0.85 });
 }
 
+// Return the files that were dropped, with those in folders.
+export async function dropped({ items, files }) {
+  const entries = [...items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
+  return entries.some(({ isDirectory }) => isDirectory) ? (await Promise.all(entries.map(filesIn))).flat() : [...files];
+}
+
+async function filesIn(entry) {
+  const ask = (node, method) => new Promise((done, fail) => node[method](done, fail));
+  if (entry.isFile) return entry.name.startsWith(".") ? [] : [await ask(entry, "file")];
+  const [reader, inside] = [entry.createReader(), []];
+  for (let some; (some = await ask(reader, "readEntries")).length > 0; ) inside.push(...some); // It gives only so many at once.
+  return (await Promise.all(inside.map(filesIn))).flat();
+}
+
+// Return the title that a PNG file carries, or "".
+export async function titleOf(file) {
+  const data = new DataView(await file.arrayBuffer());
+  for (let at = 8; at + 12 <= data.byteLength; at += 12 + data.getUint32(at)) {
+    const [kind, title] = new TextDecoder("latin1").decode(data.buffer.slice(at + 4, at + 8 + data.getUint32(at))).split("\0");
+    if (kind === "tEXtTitle") return title;
+  }
+  return "";
+}
+
 // Return the upright size from the header: a browser decodes an image only to paint it, and never paints this one.
 function sizeOf(file) {
   return new Promise((done, fail) => {

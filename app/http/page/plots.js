@@ -4,7 +4,7 @@ import { isOod } from "./decide.js";
 import { number } from "./format.js";
 import { taskOf } from "./tasks.js";
 
-const CHART = { width: 320, height: 300, left: 30, right: 0, top: 24, bottom: 40, pad: 8 };
+const CHART = { width: 320, height: 300, left: 0, right: 0, top: 20, bottom: 20, pad: 8 };
 const SVG = "http://www.w3.org/2000/svg";
 const MARKS = { accept: "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0", abstain_ood: "M-4.5-4.5h9v9h-9z" };
 const TRIANGLE = "M0-6L5.5 4.5h-11z";
@@ -45,17 +45,11 @@ export function drawChart(svg, images, policy, model, current) {
     line("threshold", limit, top, limit, floor),
     ...(level > top ? [line("threshold", left, level, limit, level)] : []),
   ];
-  for (let p = 1; p >= smallest; p /= 10) {
-    parts.push(shape("text", "tick middle", { x: x(p), y: floor + 14 }, String(Number(p.toPrecision(1)))));
-  }
-  for (const doubt of [0, highest / 2, highest]) {
-    parts.push(shape("text", "tick end", { x: left - 5, y: y(doubt) + 4 }, String(Number(doubt.toPrecision(2)))));
-  }
   const name = (text, place, across, room) => room > 15 && parts.push(shape("text", "tick", { x: across, y: place }, text));
   name("accept", level + 14, left + 5, Math.min(floor - level - 8, limit - left - 35));
   name("unclear", top + 14, left + 5, Math.min(level - top, limit - left - 55));
   name("unusual", top + 14, limit + 5, end - limit - 100);
-  parts.push(shape("text", "title middle", { x: (left + end) / 2, y: height - 6 }, "more unusual (p-value) →"));
+  parts.push(shape("text", "title middle", { x: (left + end) / 2, y: height - 6 }, "more unusual →"));
   parts.push(shape("text", "title", { x: 0, y: 12 }, title));
   for (const { prediction, decision, file, id } of images) {
     const place = `translate(${x(prediction.ood_p_value).toFixed(1)} ${y(task.uncertainty(prediction)).toFixed(1)})`;

@@ -1,6 +1,6 @@
 // The two sliders: their thresholds, and the cost of these on in-distribution images.
 
-import { number } from "./format.js";
+import { number, outOf } from "./format.js";
 import { taskOf } from "./tasks.js";
 
 const LARGEST_ALPHA = 0.5;
@@ -31,7 +31,9 @@ export function showPolicy(policy, model, images) {
   const limit = task.limit(policy);
   element("limit-name").textContent = task.thresholdName;
   showSlider("alpha", Math.log(policy.alpha / smallest) / Math.log(LARGEST_ALPHA / smallest), `${number(100 * policy.alpha)}\u00a0%`);
-  showSlider("limit", limit / highest, task.isOff(limit, highest) ? "off" : task.limitText(limit, model));
+  const isOff = task.isOff(limit, highest);
+  showSlider("limit", limit / highest, isOff ? "off" : limit < 0 ? "all" : task.limitShare(limit, model));
+  sliders.limit.title = isOff || limit < 0 ? "" : task.limitText(limit, model);
   element("handed").textContent = handed(policy, model);
   element("own").hidden = Object.keys(policy).every((name) => policy[name] === model.policy[name]);
 }
@@ -42,13 +44,15 @@ function showSlider(name, position, text) {
   element(`${name}-text`).textContent = text;
 }
 
-// Upper bounds: an image that is both unusual and unclear is reported as unusual alone.
+// What the answers are worth, and what that costs. Upper bounds: an image that is both unusual and unclear is reported as
+// unusual alone.
 function handed(policy, model) {
-  const of = 10 ** Math.max(2, Math.ceil(-Math.log10(policy.alpha) - 1e-9));
-  const unusual = Math.round(of * policy.alpha);
+  const [wrong, answers] = outOf(policy.risk ?? 1);
+  const promise = `At most ${wrong} in ${answers.toLocaleString("en")} accepted answers ${wrong === 1 ? "is" : "are"} wrong. For that, about`;
+  const [unusual, of] = outOf(policy.alpha);
   const { fraction, rest } = taskOf(model).handed(policy, model.calibration.entropy_quantiles);
   const unclear = Math.min(Math.round(of * fraction), of - unusual);
-  const images = (count) => `At these settings about ${count} of ${of.toLocaleString("en")} normal images go to a person`;
-  if (unclear > 0) return `${images(unusual + unclear)}: ${unclear} unclear, up to ${unusual} flagged by mistake.`;
-  return `${images(unusual)}, flagged by mistake${rest}.`;
+  const images = (count) => `${policy.risk ? promise : "About"} ${count} in ${of.toLocaleString("en")} ordinary images go to a person`;
+  if (unclear > 0) return `${images(unusual + unclear)}: ${unclear} unclear, up to ${unusual} unusual by mistake.`;
+  return `${images(unusual)}, unusual by mistake${rest}.`;
 }

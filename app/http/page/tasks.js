@@ -6,12 +6,14 @@ const measured = (value, { target }) => `${number(value)}\u00a0${target.unit}`.t
 const interval = ({ lower, upper }, model) => `${number(lower)} to ${measured(upper, model)}`;
 const list = (names) => (names.length > 4 ? `${names.length} classes` : new Intl.ListFormat("en").format(names));
 
+const above = (limit, values) => values.filter((each) => each > limit).length / values.length;
+
 const SHOWN_CLASSES = 20; // with more, their number is said
 const KEYS = 10; // the digits
 
 const classification = {
   threshold: "ambiguity_threshold",
-  thresholdName: "Unclear above",
+  thresholdName: "Called unclear",
   unshown: { risk: null }, // Of another threshold only the service knows the errors.
   abstention: "abstain_ambiguous",
   uncertainty: ({ predictive_entropy: entropy }) => entropy, // nats
@@ -19,10 +21,11 @@ const classification = {
   isOff: (limit, highest) => limit >= highest,
   lowest: 0,
   off: (highest) => 2 * highest,
-  limitText: (limit) => (limit < 0 ? "nothing is accepted" : nats(limit)),
+  limitText: nats,
+  limitShare: (limit, { calibration: { entropy_quantiles: entropies } }) => `${Math.round(100 * above(limit, entropies))}\u00a0%`,
   value: ({ label }) => label,
   summary: ({ classes }) => `${classes.length} classes`,
-  axis: ({ classes }) => ({ highest: Math.log(classes.length), title: "↑ less clear (nats)" }),
+  axis: ({ classes }) => ({ highest: Math.log(classes.length), title: "↑ less clear" }),
 
   // The answer as far as a person may rely on it: one class, several that fit, or a guess.
   answer({ label, prediction_set: set }, decision) {
@@ -51,7 +54,7 @@ const classification = {
   nearest: "Nearest classes",
   kept: ({ label }) => label,
 
-  handed: (policy, entropies) => ({ fraction: entropies.filter((each) => each > policy.ambiguity_threshold).length / entropies.length, rest: "" }),
+  handed: (policy, entropies) => ({ fraction: above(policy.ambiguity_threshold, entropies), rest: "" }),
 
   // What a reviewer may answer. Few classes stay in their own order, which a hand learns; of many, the likely come first.
   field: "text",
@@ -78,6 +81,7 @@ const regression = {
   lowest: 1, // the step of the slider; a width of 0 means no threshold
   off: () => null,
   limitText: measured,
+  limitShare: measured,
   value: ({ mean }) => mean,
   summary: ({ target }) => `predicts ${target.name}`,
   axis({ target, policy }, predictions) {
