@@ -343,7 +343,7 @@ def test_a_drawing_is_asked_like_a_file(page: Driver) -> None:
     assert not find(page, "#ask")[0].is_enabled()
     draw(page, (0.0, 0.2), (0.9, 0.2))
     draw(page, (0.1, 0.1), (0.2, 0.9))
-    find(page, "#undo")[0].click()
+    find(page, "#unstroke")[0].click()
     find(page, "#ask")[0].click()
     until(lambda: text(page, "#status") == "1 of 1 image classified.")
     grey = drawn(page, "drawing 1.png")

@@ -28,7 +28,7 @@ function show() {
     Object.assign(context, { fillStyle: isInkBright ? "#aaa" : "#666", textAlign: "center", font: "36px sans-serif" });
     context.fillText("Draw here", canvas.width / 2, canvas.height / 2);
   }
-  for (const id of ["undo", "wipe", "ask"]) element(id).disabled = strokes.length === 0;
+  for (const id of ["unstroke", "wipe", "ask"]) element(id).disabled = strokes.length === 0;
 }
 
 function paint(surface, lines) {
@@ -77,7 +77,7 @@ export function startDrawing(ask) {
     show();
   });
   const acts = {
-    undo: () => strokes.pop(),
+    unstroke: () => strokes.pop(),
     wipe: () => (strokes = []),
     invert: () => (isInkBright = !isInkBright),
     ask: async () => {
