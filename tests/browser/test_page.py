@@ -464,7 +464,8 @@ def test_shows_where_and_what_it_is_nearest_to(driver: Driver, files: dict[str, 
         assert [name.split("?")[1] for name in asked if "/predict?" in name] == [
             "explain=true&monitor=false", "explain=true&map=true&monitor=false",
         ]  # fmt: skip
-        classify(driver, files["clear"])
+        choose(driver, files["clear"])
+        until(lambda: text(driver, "#status") == "2 of 2 images classified.")
         open_panel(driver, "clear.png")
         until(lambda: not find(driver, "#seen")[0].is_displayed())  # What is accepted has no map.
         assert errors(driver) == []
