@@ -6,7 +6,7 @@ import { SMALL_PIXELS } from "./grid.js";
 import { taskOf } from "./tasks.js";
 
 const NEAREST = 3;
-const ORDINARY = 160; // the level of a map that one in 320 positions of ordinary images reaches: below it, nothing is drawn
+const ORDINARY = 144; // the level of a map that one in 180 positions of ordinary images reaches: below it, nothing is drawn
 const FAR = 1.25; // times the usual distance to stored images: 95 in 100 ordinary images are nearer
 const WIDE = 0.6; // of the image's area; a larger region is called no place
 const UNUSUAL = {
