@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -40,6 +40,7 @@ from psc_core.model import FittedModel, build_model
 from psc_core.network.onnx import OnnxBody
 from psc_core.pipeline import MAP, Pipeline
 from psc_core.settings import Backend
+from psc_core.stored_images import STORED_DISTANCE
 from psc_core.tasks.base import BaseDecisions, FloatArray, Outputs
 
 logger = logging.getLogger("psc.models")
@@ -208,14 +209,15 @@ class ServedModel:
         return Predicted(outputs, decisions, result.explanation)
 
 
-def explain(model: FittedModel, explanation: Mapping[str, npt.NDArray[Any]]) -> list[dict[str, Any]]:
+def explain(model: FittedModel, predicted: Predicted) -> list[dict[str, Any]]:
     """Return each image's explanation, with the nearest training images and the map where the model has them."""
+    outputs, decisions, explanation = predicted
     documents = model.task.explanations(explanation, model.classes, model.head_layers)
     stored_images, layer_map = model.pipeline.stored_images, model.pipeline.map
     if stored_images is not None:
-        nearest = zip(explanation["nearest_kept"], explanation["nearest_distance"], strict=True)
-        for document, (kept, distances) in zip(documents, nearest, strict=True):
-            document["nearest"] = stored_images.documents(kept, distances, model.classes)
+        distances, likely = explanation[STORED_DISTANCE], decisions.likely_classes(outputs)
+        for document, of_image, first in zip(documents, distances, likely, strict=True):
+            document["nearest"] = stored_images.documents(of_image, model.classes, first)
     if layer_map is not None and MAP in explanation:
         for document, grey in zip(documents, explanation[MAP], strict=True):
             document["map"] = map_document(layer_map.layer, grey)

@@ -219,6 +219,7 @@ class ExplanationMap(Document):
         description="Base64 of an 8-bit grey PNG, a pixel for each position. Level g: one in 10^(4g/255) positions of "
         "in-distribution images is as unusual; 0 is usual, 128 one in a hundred, 255 one in 10,000."
     )
+    peak: int | None = Field(default=None, ge=0, le=255, description="The brightest level, which the box holds.")
     box: tuple[float, float, float, float] = Field(
         description="Left, top, right and bottom of the most unusual region, as fractions of what the network "
         "sees: the whole image, or its centre where `input` of `/model` has a `resize`."
@@ -232,6 +233,9 @@ class StoredImage(Document):
     label: str = Field(description="Its class; of a regression the bin of its number.")
     value: float | None = Field(default=None, description="Its number; of a regression.")
     distance: float = Field(ge=0, description="In standard deviations within a class.")
+    relative_distance: float | None = Field(
+        default=None, ge=0, description="`distance` over what is ordinary: the median between nearest stored images."
+    )
     png: str = Field(description="Base64 of an 8-bit PNG of at most 64 × 64 pixels.")
 
 
@@ -240,7 +244,8 @@ class BaseExplanation(Document):
 
     nearest: list[StoredImage] | None = Field(
         default=None,
-        description="The nearest of the training images that the bundle keeps; left out where it has none.",
+        description="Training images that the bundle keeps: the three nearest of the likely classes, then the nearest "
+        "of all if it is of another class. Left out where it keeps none.",
     )
 
     map: ExplanationMap | None = Field(default=None, description="Only with `map=true`.")

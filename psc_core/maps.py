@@ -1,13 +1,15 @@
 """Maps that show how unusual an image is at each position of an early layer, and where it is most unusual.
 
-With the features ``x_p`` of an image at position p, a vector of C channels, and the mean ``μ`` and covariance ``Σ`` of
-such vectors over images *and* positions,
+The features of an image at position p are a vector ``x_p`` of C channels.  Two models of such vectors, over images
+*and* positions, say how far it is from those of training images; a fit takes what finds synthetic patches better:
 
-    ``q_p = ‖ (x_p − μ) A ‖²``,    ``d_p`` = the mean of q over p and its neighbours in the grid, corners included
+    ``q_p = ‖ (x_p − μ) A ‖²``     gaussian: with their mean ``μ`` and covariance ``Σ``
+    ``q_p = min_i ‖ x_p − b_i ‖``   nearest: with N stored vectors ``b_i`` (PatchCore; Roth et al. 2022)
+    ``d_p`` = the mean of q over p and its neighbours in the grid, corners included
 
-where ``A`` (C, P) whitens the P components of least variance.  All positions share one Gaussian, which models surfaces,
-edges and seams, but not where in an image they belong.  The same :data:`POSITIONS` positions are read in each image,
-drawn once: neighbours are alike, and a pass costs only a few hundredths of the network's time.
+``A`` (C, P) whitens the P components of least variance.  The Gaussian is better on photographs; among drawings such as
+digits it finds each stroke unusual.  It reads the same :data:`POSITIONS` positions in each image, drawn once:
+neighbours are alike, and a pass costs only a few hundredths of the network's time.
 
 Channels are scaled to unit variance; a channel below :data:`.DEAD_UNIT` of the layer's root mean square is scaled as if
 it had that much.  Of the components of the correlation, C = U diag(λ) Uᵀ, the half of least variance is kept, at most
@@ -98,15 +100,20 @@ def _may_be(rows: int, columns: int, height: int, width: int) -> bool:
 Grey = npt.NDArray[np.uint8]  # the grey levels (rows, columns) of a map; brighter is more unusual
 
 
+BOX: Final = (
+    0.6  # of the brightest grey level: at 0.5 boxes are half as large again, and their middle is more often off
+)
+
+
 def box_of(grey: Grey) -> tuple[float, float, float, float]:
     """Return left, top, right and bottom of the most unusual region, as fractions of the width and height of the input.
 
-    A region is a connected set, corners included, of positions at least half as bright as the brightest.  The one with
-    the largest sum of grey levels is taken, on a tie the first.  The box of a black map is the whole image.
+    A region is a connected set, corners included, of positions at least :data:`BOX` times as bright as the brightest.
+    The one with the largest sum of grey levels is taken, on a tie the first.  A black map's box is the whole image.
     """
     from scipy import ndimage  # Imported here, so that a model that only predicts does not load it.
 
-    regions, _ = ndimage.label(2 * grey.astype(np.int64) >= int(grey.max()), np.ones((3, 3), bool))
+    regions, _ = ndimage.label(grey >= BOX * int(grey.max()), np.ones((3, 3), bool))
     sums = np.bincount(regions.ravel(), weights=grey.ravel())
     region = int(sums[1:].argmax()) + 1
     rows, columns = ndimage.find_objects(regions)[region - 1]
@@ -116,7 +123,7 @@ def box_of(grey: Grey) -> tuple[float, float, float, float]:
 
 def map_document(layer: str, grey: Grey) -> dict[str, Any]:
     """Return the map of one image as the member :class:`psc_core.answers.ExplanationMap` of an answer."""
-    return {"layer": layer, "png": as_base64(png_of(grey)), "box": box_of(grey)}
+    return {"layer": layer, "png": as_base64(png_of(grey)), "peak": int(grey.max()), "box": box_of(grey)}
 
 
 LEVELS: Final = 255  # the number of grey levels above black, the largest 8-bit number
@@ -140,8 +147,27 @@ class PositionDensity(Fitted):
         return whitened.square().sum(dim=1)
 
     def grey(self, distances: Float[Tensor, "*shape"]) -> UInt8[Tensor, "*shape"]:
-        """Return the grey levels of squared distances, 0 to 255."""
+        """Return the grey levels of distances, 0 to 255."""
         return torch.bucketize(distances, self.thresholds, right=True).to(torch.uint8)
+
+
+class NearestPositions(PositionDensity):
+    """``stored`` (N, C), and ``thresholds`` of distances to the nearest of these vectors."""
+
+    kind = "nearest"
+    layout: ClassVar = {"stored": ("stored", "channels"), "thresholds": ("levels",)}
+
+    def forward(self, features: Float[Tensor, "batch channels positions"]) -> Float[Tensor, "batch positions"]:
+        found, mean = [], self.stored.mean(dim=0)
+        for part in torch.split(features, max(1, SERVE_ELEMENTS // (features.shape[2] * len(self.stored)))):
+            vectors = part.float().transpose(1, 2)
+            # cdist is a matrix product: fast, but inexact where distances are small beside the vectors.
+            nearest = self.stored[torch.cdist(vectors - mean, self.stored - mean).argmin(dim=2)]
+            found.append(torch.linalg.vector_norm(vectors - nearest, dim=2))
+        return torch.cat(found)
+
+
+POSITION_DENSITIES: Final = {each.kind: each for each in (PositionDensity, NearestPositions)}
 
 
 class LayerMap(nn.Module):
@@ -162,7 +188,7 @@ class LayerMap(nn.Module):
 
     def check(self, features: Float[Tensor, "batch channels positions"]) -> None:
         """Raise :class:`BundleError` if the features are those of another layer."""
-        expected = (len(self.density.mean), self.grid.positions)
+        expected = (self.density.sizes["channels"], self.grid.positions)
         if features.shape[1:] != expected:
             raise BundleError(
                 f"expected {expected} channels and positions from {self.layer} for the map, got "
@@ -170,7 +196,7 @@ class LayerMap(nn.Module):
             )
 
     def distances(self, features: Float[Tensor, "batch channels positions"]) -> Float[Tensor, "batch rows columns"]:
-        """Return the squared distances at the positions of the image, each averaged over its 3 × 3 neighbours."""
+        """Return the distances at the positions of the image, each averaged over its 3 × 3 neighbours."""
         inside: Tensor = self.density(features[:, :, self.grid.first :])
         alone = inside.view(-1, 1, self.grid.rows, self.grid.columns)
         # Anomalous regions are seldom a single position wide, but noise is.
@@ -218,7 +244,7 @@ DISTANCE_ROUNDING: Final = 1e-4  # maximum relative difference between two ways 
 
 
 def fit_positions(moments: LayerMoments) -> PositionDensity:
-    """Fit the density of a position; its thresholds are 0 until :func:`with_levels` sets them."""
+    """Fit the Gaussian of a position; its thresholds are 0 until :func:`with_levels` sets them."""
     variance = moments.covariance.diagonal()
     if not (bool(moments.mean.isfinite().all()) and bool(variance.isfinite().all())):
         raise FitError("expected finite features for a map; check the weights, or use --precision fp32")
@@ -236,10 +262,27 @@ def fit_positions(moments: LayerMoments) -> PositionDensity:
     return PositionDensity(tensors, record=record)
 
 
+MAX_STORED: Final = 1000  # maximum number of stored vectors, at most a tenth of those to choose from
+PROJECTED: Final = 32  # number of random directions in which they are compared
+
+
+def fit_nearest(vectors: Float[Tensor, "vectors channels"]) -> NearestPositions:
+    """Store vectors, each the one farthest from those before; the thresholds are 0 until :func:`with_levels`."""
+    directions = torch.randn(vectors.shape[1], PROJECTED, generator=torch.Generator().manual_seed(0))
+    points, chosen = vectors @ directions.to(vectors.device), [0]
+    away = torch.full_like(points[:, 0], torch.inf)
+    for _ in range(min(MAX_STORED, len(vectors) // 10) - 1):
+        away = torch.minimum(away, (points - points[chosen[-1]]).square().sum(dim=1))
+        chosen.append(int(away.argmax()))
+    tensors = {"stored": vectors[chosen], "thresholds": torch.zeros(LEVELS)}
+    return NearestPositions(tensors, record={"vectors": len(vectors)})
+
+
 def with_levels(density: PositionDensity, distances: Float[Tensor, " m"]) -> PositionDensity:
-    """Return the density with grey levels fitted to the squared distances of m in-distribution positions."""
-    tensors = {**density.state_dict(), "thresholds": thresholds(distances).to(density.mean.device)}
-    return PositionDensity(tensors, record={**density.record, "values": len(distances)}).to(density.mean.device)
+    """Return the density with grey levels fitted to the distances of m in-distribution positions."""
+    levels = thresholds(distances).clamp(min=DISTANCE_ROUNDING * float(distances.max()))  # Less is rounding.
+    tensors = {**density.state_dict(), "thresholds": levels.to(density.thresholds.device)}
+    return type(density)(tensors, record={**density.record, "values": len(distances)})
 
 
 def thresholds(values: Float[Tensor, " m"]) -> Float[Tensor, " levels"]:

@@ -34,14 +34,14 @@ from psc_core.errors import BundleError, NetworkError, PSCError, UsageError, of_
 from psc_core.fitted import restore
 from psc_core.heads.base import Head, Scored
 from psc_core.images.preprocess import Images, Inputs, Preprocess, standardise
-from psc_core.maps import MAX_POSITIONS, Grid, LayerMap, PositionDensity
+from psc_core.maps import MAX_POSITIONS, POSITION_DENSITIES, Grid, LayerMap
 from psc_core.network.cut import Backbone, FeaturesAndOutput, onnx_backbone, rebuild_backbone
 from psc_core.network.export import export_here, to_onnx
 from psc_core.network.load import need_no_folder
 from psc_core.network.onnx import INSTALLED, restore_body
 from psc_core.projection import Projection
 from psc_core.settings import BACKENDS, Backend, Precision
-from psc_core.stored_images import Nearest, StoredImages
+from psc_core.stored_images import STORED_DISTANCE, StoredImages
 from psc_core.tasks.base import BaseCalibration, Outputs, pack
 
 if TYPE_CHECKING:
@@ -229,8 +229,7 @@ class Pipeline(nn.Module):
         explanation = dict(self.scorer.density.explain_at(coordinates)._asdict())
         explanation |= self.scorer.head.explain(embedding.head_input)
         if self.stored_images is not None:
-            nearest: Nearest = self.stored_images(coordinates)
-            explanation |= nearest._asdict()
+            explanation[STORED_DISTANCE] = self.stored_images(coordinates)
         if with_map:
             explanation[MAP] = self._map_of(features)
         return self.outputs(self.scorer.score(embedding)), explanation
@@ -445,7 +444,7 @@ def _restore_checks(
 
 
 def _restore_map(section: MapSection, tensors: Mapping[str, Tensor]) -> LayerMap:
-    density = restore({PositionDensity.kind: PositionDensity}, section.density.model_dump(), tensors)
+    density = restore(POSITION_DENSITIES, section.density.model_dump(), tensors)
     grid = Grid(**section.grid.model_dump())
     if grid.rows * grid.columns > MAX_POSITIONS:
         raise BundleError(f"expected a map of at most {MAX_POSITIONS} positions, got {grid}; fit the bundle again")

@@ -5,18 +5,21 @@ identity (:meth:`psc_core.density.Density.coordinates`), and the coordinates ``e
 
     ``distance_i = ‖ w − e_i ‖``        in standard deviations within a class
 
-The coordinates lie on the device, the pictures on the host.  The images are drawn at random with a fixed seed, equally
-many of each class, because they have to be typical of the training data.  The images farthest from each other (a
-k-centre) would be outliers, and the images nearest to a class mean (herding) would all look alike.
+An ordinary distance is the median, over the kept images, of that to the nearest *other* one.  The coordinates lie on
+the device, the pictures on the host.  The images are drawn at random with a fixed seed, equally many of each class,
+because they have to be typical of the training data.  The images farthest from each other (a k-centre) would be
+outliers, and the images nearest to a class mean (herding) would all look alike.
 
-Shapes: B images, N kept images, P components, C channels, k nearest.
+Shapes: B images, N kept images, P components, C channels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from itertools import chain, zip_longest
+from typing import Any, Final
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -30,8 +33,8 @@ from psc_core.images.preprocess import Pixels
 
 SIDE: Final = 64  # maximum height and width of a stored image, in pixels; with three channels it takes 12 KiB
 MAX_COUNT: Final = 4096  # maximum number of kept images; their pixels take 48 MiB
-NEAREST: Final = 3  # the number of kept images that an explanation names
-CANDIDATES: Final = 16  # the number of kept images whose exact distances are computed
+NEAREST: Final = 3  # the number of kept images of the likely classes that an explanation shows
+STORED_DISTANCE: Final = "stored_distance"  # the name of the distances in an explanation
 _VALUES: Final = "values"
 _LAYOUT: Final = {  # type and axes of each tensor; a regression's has the target's values too
     "embedding": (torch.float32, ("count", "kept")),
@@ -40,13 +43,6 @@ _LAYOUT: Final = {  # type and axes of each tensor; a regression's has the targe
     "labels": (torch.int64, ("count",)),
     _VALUES: (torch.float64, ("count",)),
 }
-
-
-class Nearest(NamedTuple):
-    """The kept images that are nearest to each image of a batch, the nearest first."""
-
-    nearest_kept: Int[Tensor, "batch near"]  # indices of kept images
-    nearest_distance: Float[Tensor, "batch near"]  # standard deviations within a class
 
 
 class StoredImages(nn.Module):
@@ -75,6 +71,10 @@ class StoredImages(nn.Module):
         # Plain attributes, which stay on the host when the module moves to a device.
         self._on_host = {name: tensor.cpu() for name, tensor in tensors.items() if name != "embedding"}
         self._pngs: dict[int, str] = {}
+        self.ordinary: float | None = None  # median distance to the nearest other kept image; None where all are alike
+        if len(self) > 1:
+            others = torch.cdist(self.embedding, self.embedding).fill_diagonal_(torch.inf)
+            self.ordinary = float(others.amin(dim=1).median()) or None
 
     def __len__(self) -> int:
         return len(self.embedding)
@@ -117,29 +117,33 @@ class StoredImages(nn.Module):
             )
         return found
 
-    def forward(self, coordinates: Float[Tensor, "batch components"]) -> Nearest:
-        coordinates = coordinates.float()
-        # cdist is a matrix product: fast, but inexact for an image that nearly equals a kept one.
-        rough = torch.cdist(coordinates, self.embedding)
-        candidates = rough.topk(min(CANDIDATES, len(self)), dim=1, largest=False).indices
-        exact = torch.linalg.vector_norm(coordinates[:, None] - self.embedding[candidates], dim=2)
-        found = exact.topk(min(NEAREST, len(self)), dim=1, largest=False)
-        return Nearest(candidates.gather(1, found.indices), found.values)
+    def forward(self, coordinates: Float[Tensor, "batch components"]) -> Float[Tensor, "batch kept"]:
+        """Return the distance to each kept image, in standard deviations within a class."""
+        # A matrix product would be faster, but inexact for an image that nearly equals a kept one.
+        return torch.cdist(coordinates.float(), self.embedding, compute_mode="donot_use_mm_for_euclid_dist")
 
     def documents(
-        self, nearest: npt.NDArray[Any], distances: npt.NDArray[Any], classes: Sequence[str]
+        self, distances: npt.NDArray[Any], classes: Sequence[str], likely: Sequence[int] = ()
     ) -> list[dict[str, Any]]:
-        """Return the kept images nearest to one image as :class:`psc_core.answers.StoredImage` members."""
-        host = self._on_host
+        """Return kept images to show with one image, as :class:`psc_core.answers.StoredImage` members.
+
+        First come the nearest of the ``likely`` classes, in turn, then the nearest of all if it is of another class.
+        """
+        host, order = self._on_host, np.argsort(distances, kind="stable")
+        labels = host["labels"].numpy()[order]
+        turns = zip_longest(*(order[labels == label][:NEAREST].tolist() for label in likely))
+        shown = [kept for kept in chain.from_iterable(turns) if kept is not None][:NEAREST]
+        shown = [*shown, *order[: 0 if labels[0] in likely else 1].tolist()] if shown else order[:NEAREST].tolist()
         return [
             {
                 "image": int(host["images"][kept]),
                 "label": classes[int(host["labels"][kept])],
                 **({"value": float(host[_VALUES][kept])} if _VALUES in host else {}),
-                "distance": float(distance),
+                "distance": float(distances[kept]),
+                **({} if self.ordinary is None else {"relative_distance": float(distances[kept]) / self.ordinary}),
                 "png": self._png_of(kept),
             }
-            for kept, distance in zip(nearest.tolist(), distances, strict=True)
+            for kept in shown
         ]
 
     def _png_of(self, kept: int) -> str:

@@ -179,11 +179,15 @@ class SecondReader:
     def map_distances(self, features: Array) -> Array:
         """Distances (B, rows, columns) from the features (B, C, positions) of the map's layer."""
         section, t = self.manifest["map"], self.tensors("map")
-        if section["density"]["kind"] != "gaussian":
+        if section["density"]["kind"] not in ("gaussian", "nearest"):
             raise Rejected("map.density.kind")
         rows, columns, first = (section["grid"][name] for name in ("rows", "columns", "first"))
         x = np.asarray(features, np.float64)[:, :, first:].transpose(0, 2, 1)
-        q = (((x - t["mean"]) @ t["whitener"]) ** 2).sum(2).reshape(-1, rows, columns)
+        if section["density"]["kind"] == "gaussian":
+            q = (((x - t["mean"]) @ t["whitener"]) ** 2).sum(2)
+        else:
+            q = np.stack([np.linalg.norm(image[:, None] - t["stored"], axis=2).min(1) for image in x])
+        q = q.reshape(-1, rows, columns)
         padded = np.pad(q, ((0, 0), (1, 1), (1, 1)), constant_values=np.nan)
         shifted = [padded[:, j : j + rows, i : i + columns] for j in range(3) for i in range(3)]
         return np.nanmean(shifted, axis=0)

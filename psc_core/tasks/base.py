@@ -102,6 +102,10 @@ class BaseDecisions:
         """Return the one label of each image's answer; None for a task whose answer has none."""
         return [None] * len(self)
 
+    def likely_classes(self, outputs: Outputs[FloatArray]) -> Sequence[Sequence[int]]:
+        """Return the classes whose stored training images explain each answer best; empty where it names none."""
+        return [()] * len(self)
+
     @property
     def label_index(self) -> npt.NDArray[np.int64]:
         """The index of each image's label among :meth:`Task.metric_labels`."""

@@ -56,6 +56,7 @@ from psc_core.heads.laplace import LaplaceHead
 from psc_core.heads.sngp import SngpHead
 from psc_core.heads.softmax import TemperatureHead, better_of, fit_temperature_head
 from psc_core.settings import DEFAULTS, FitSettings
+from psc_core.stored_images import NEAREST
 from psc_core.tasks.base import (
     CHECKS_OUTPUT,
     FIRST_EVALUATION_IMAGES,
@@ -96,6 +97,12 @@ class Decisions(BaseDecisions):
 
     def labels(self, classes: Sequence[str]) -> list[str]:
         return list(map(classes.__getitem__, self.class_index.tolist()))
+
+    def likely_classes(self, outputs: Outputs[FloatArray]) -> list[list[int]]:
+        """Return each prediction set, the most probable class first; of a large one the two most probable."""
+        sizes = self.prediction_set.sum(axis=1)
+        best = np.argsort(-outputs.probabilities, axis=1, kind="stable")[:, :NEAREST]
+        return [row[: size if size <= NEAREST else 2] for row, size in zip(best.tolist(), sizes, strict=True)]
 
     def columns(
         self, outputs: Outputs[FloatArray], classes: Sequence[str], *, top_k: int | None = None, **options: int | None

@@ -18,7 +18,7 @@ from psc_core.answers import CLASSIFICATION_SCORES, ClassificationPolicy, Regres
 from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
 from psc_core.images.preprocess import Preprocess
 from psc_core.maps import Grid, LayerMap, PositionDensity
-from psc_core.stored_images import StoredImages
+from psc_core.stored_images import STORED_DISTANCE, StoredImages
 from psc_core.tasks.base import Matrix, Outputs, Task, pack
 from psc_core.tasks.classification import Calibration, Classification
 from psc_core.tasks.regression import Calibration as ValueCalibration
@@ -122,7 +122,7 @@ class FakePipelineWithStoredImages(FakePipelineWithMap):
         packed, explanation = super().explain(images, with_map=with_map)
         brightness = images.float().mean((1, 2, 3))[:, None] / 255.0
         assert self.stored_images is not None
-        return packed, {**explanation, **self.stored_images(brightness)._asdict()}
+        return packed, {**explanation, STORED_DISTANCE: self.stored_images(brightness)}
 
 
 class FakePipelineWithChecks(FakePipeline):

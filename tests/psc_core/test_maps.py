@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from psc_core.errors import BundleError, FitError
 from psc_core.images.decode import png_of
 from psc_core.linalg import DEAD_UNIT, EIGENVALUE_FLOOR, TAIL_FRACTION
 from psc_core.maps import (
+    BOX,
     DECADES,
     DISTANCE_ROUNDING,
     LEVELS,
@@ -29,6 +31,7 @@ from psc_core.maps import (
     PositionDensity,
     PositionMoments,
     box_of,
+    fit_nearest,
     fit_positions,
     grid_of,
     map_document,
@@ -71,7 +74,7 @@ GREYS = st_numpy.arrays(np.uint8, st_numpy.array_shapes(min_dims=2, max_dims=2, 
 
 @given(GREYS)
 def test_a_box_matches_the_twin(grey: np.ndarray) -> None:
-    assert box_of(grey) == pytest.approx(naive.box(grey))
+    assert box_of(grey) == pytest.approx(naive.box(grey, BOX))
 
 
 @given(GREYS)
@@ -82,7 +85,7 @@ def test_a_png_holds_the_levels(grey: np.ndarray) -> None:
 
 def test_a_black_map_is_boxed_as_a_whole() -> None:
     document = map_document("early", np.zeros((4, 6), np.uint8))
-    assert document["box"] == (0.0, 0.0, 1.0, 1.0) and document["layer"] == "early"
+    assert (document["layer"], document["peak"], document["box"]) == ("early", 0, (0.0, 0.0, 1.0, 1.0))
     assert base64.b64decode(document["png"]).startswith(b"\x89PNG")
 
 
@@ -205,6 +208,19 @@ def test_constant_or_infinite_features_are_refused(value: float) -> None:
     covariance = torch.zeros(2, 2, dtype=torch.float64)
     with pytest.raises(FitError, match="for a map"):
         fit_positions(LayerMoments(9, torch.full((2,), value, dtype=torch.float64), covariance, 1e-7))
+
+
+@given(st.integers(0, 99), st.integers(1, 7))
+def test_the_nearest_stored_vector_matches_the_twin(seed: int, channels: int) -> None:
+    vectors = 100 + torch.randn(60, channels, generator=torch.Generator().manual_seed(seed))
+    fitted, images = fit_nearest(vectors[:50]), vectors.T[None].repeat(2, 1, 1)
+    stored = fitted.stored.tolist()
+    assert stored == [vectors[row].tolist() for row in naive.farthest(vectors[:50].tolist(), 5)] or channels > 1
+    expected = [min(math.dist(vector, each) for each in stored) for vector in vectors.tolist()]
+    for distances in fitted(images):
+        np.testing.assert_allclose(distances, expected, rtol=1e-4, atol=1e-3)
+    levels = with_levels(fitted, torch.linspace(0, 9, 500).square())
+    assert levels.grey(torch.tensor([1e-6, 1e-3])).tolist() == [0, 0]  # Rounding is not unusual.
 
 
 DISTANCES = st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=60)

@@ -15,7 +15,7 @@ from PIL import Image
 from psc_core.data.dataset import ArraySource, ImageDataset, label_images
 from psc_core.errors import BundleError, UsageError
 from psc_core.images.preprocess import PRESETS
-from psc_core.stored_images import MAX_COUNT, NEAREST, SIDE, StoredImages, check_count, choose_images, shrink
+from psc_core.stored_images import MAX_COUNT, SIDE, StoredImages, check_count, choose_images, shrink
 from tests.reference import stored_images as naive
 
 MODEL: dict[str, Any] = {"components": 2, "channels": 3, "classes": 3, "has_values": False}
@@ -35,34 +35,44 @@ def tensors(count: int = 4, components: int = 2, *, size: int = 8, seed: int = 0
 def test_matches_the_twin(images: int, count: int, components: int, seed: int) -> None:
     kept = StoredImages(tensors(count, components, seed=seed))
     coordinates = torch.randn(images, components, generator=torch.Generator().manual_seed(seed + 1)).double()
-    positions, distances = kept(coordinates)
-    assert positions.shape == distances.shape == (images, min(NEAREST, count))
-    for row, near, away in zip(coordinates.tolist(), positions.tolist(), distances.tolist(), strict=True):
-        expected = naive.nearest(row, kept.embedding.tolist(), NEAREST)
-        np.testing.assert_allclose(away, [distance for distance, _ in expected], rtol=1e-4, atol=1e-5)
-        assert near == [position for _, position in expected]
+    expected = naive.distances(coordinates.tolist(), kept.embedding.tolist())
+    np.testing.assert_allclose(kept(coordinates), np.reshape(expected, (images, count)), rtol=1e-4, atol=1e-5)
+    ordinary = naive.ordinary(kept.embedding.tolist())
+    assert kept.ordinary == (None if ordinary is None else pytest.approx(ordinary, rel=1e-3, abs=1e-3))
 
 
 def test_small_differences_of_large_coordinates_are_resolved() -> None:
     kept = {**tensors(2), "embedding": torch.tensor([[1000.0, 0.0], [1000.0, 0.5]])}
-    _, distances = StoredImages(kept)(torch.tensor([[1000.0, 0.125]]))
-    assert distances.tolist() == [[0.125, 0.375]]
+    assert StoredImages(kept)(torch.tensor([[1000.0, 0.125]])).tolist() == [[0.125, 0.375]]
+
+
+@pytest.mark.parametrize(
+    ("likely", "shown"),
+    [
+        ([], [5, 3, 1]), ([2], [5, 2, 8]), ([0, 1], [3, 1, 0, 5]), ([1, 0], [1, 3, 4, 5]), ([2, 0], [5, 3, 2]),
+        ([0, 1, 2], [3, 1, 5]),
+    ],
+)  # fmt: skip
+def test_images_of_the_likely_classes_come_first(likely: list[int], shown: list[int]) -> None:
+    kept = StoredImages({**tensors(9), "embedding": torch.eye(9, 2)})  # Image i has class i % 3.
+    distances = np.array([5.0, 3.0, 4.0, 2.0, 6.0, 1.0, 9.0, 8.0, 7.0])
+    assert [each["image"] // 10 for each in kept.documents(distances, ("a", "b", "c"), likely)] == shown
 
 
 def test_a_document_shows_the_kept_image() -> None:
-    kept = StoredImages(tensors())
-    first, second = kept.documents(np.array([2, 0]), np.array([0.5, 1.5], np.float32), ("a", "b", "c"))
-    assert {name: first[name] for name in ("image", "label", "distance")} == {
-        "image": 20, "label": "c", "distance": 0.5,
-    }  # fmt: skip
-    with Image.open(io.BytesIO(base64.b64decode(second["png"]))) as picture:
-        assert np.array_equal(np.asarray(picture).transpose(2, 0, 1), tensors()["pixels"][0].numpy())
+    kept = StoredImages({**tensors(), "embedding": torch.tensor([[0.0, 0], [2, 0], [0, 2], [9, 0]])})
+    first, second, _ = kept.documents(np.array([1.5, 9, 0.5, 9], np.float32), ("a", "b", "c"))
+    picture = base64.b64decode(second.pop("png"))
+    assert first.keys() - second.keys() == {"png"}
+    assert second == {"image": 0, "label": "a", "distance": 1.5, "relative_distance": 0.75}
+    assert (first["image"], first["label"], first["distance"]) == (20, "c", 0.5)
+    with Image.open(io.BytesIO(picture)) as opened:
+        assert np.array_equal(np.asarray(opened).transpose(2, 0, 1), tensors()["pixels"][0].numpy())
 
 
 def test_a_number_stands_beside_its_bin() -> None:
-    values = torch.linspace(0, 3, 4, dtype=torch.float64)
-    kept = StoredImages({**tensors(), "values": values})
-    (document,) = kept.documents(np.array([3]), np.array([0.0]), ("low", "middle", "high"))
+    kept = StoredImages({**tensors(), "values": torch.linspace(0, 3, 4, dtype=torch.float64)})
+    document, *_ = kept.documents(np.array([3.0, 2, 1, 0]), ("low", "middle", "high"))
     assert (document["label"], document["value"]) == ("low", 3.0)
 
 

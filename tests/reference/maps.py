@@ -51,9 +51,18 @@ def thresholds(values: Sequence[float], levels: int, decades: int, tail: float) 
     return np.where(logs <= log_t[-1], ordered[-1] + (log_t[-1] - logs) * excess, inside)
 
 
-def box(grey: Array) -> tuple[float, float, float, float]:
+def farthest(vectors: Sequence[Sequence[float]], count: int) -> list[int]:
+    """Rows of which each is the farthest from those before; the first is row 0."""
+    chosen = [0]
+    while len(chosen) < count:
+        away = [min(math.dist(vector, vectors[row]) for row in chosen) for vector in vectors]
+        chosen.append(away.index(max(away)))
+    return chosen
+
+
+def box(grey: Array, part: float) -> tuple[float, float, float, float]:
     """The box of the region of the largest sum."""
-    regions, count = ndimage.label(2.0 * grey >= grey.max(), np.ones((3, 3)))
+    regions, count = ndimage.label(grey >= part * grey.max(), np.ones((3, 3)))
     most = int(np.argmax(ndimage.sum(grey, regions, range(1, count + 1)))) + 1
     (ys, xs), (rows, columns) = np.nonzero(regions == most), grey.shape
     return xs.min() / columns, ys.min() / rows, (xs.max() + 1) / columns, (ys.max() + 1) / rows

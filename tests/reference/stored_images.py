@@ -1,10 +1,18 @@
-"""Nearest kept images, one pair at a time."""
+"""Distances of images from kept images, one pair at a time."""
 
 import math
+import statistics
 from collections.abc import Sequence
 
+Points = Sequence[Sequence[float]]
 
-def nearest(coordinates: Sequence[float], kept: Sequence[Sequence[float]], count: int) -> list[tuple[float, int]]:
-    """Distances and positions of the ``count`` nearest, the nearest first."""
-    away = [(math.dist(coordinates, each), position) for position, each in enumerate(kept)]
-    return sorted(away)[:count]
+
+def distances(coordinates: Points, kept: Points) -> list[list[float]]:
+    return [[math.dist(each, other) for other in kept] for each in coordinates]
+
+
+def ordinary(kept: Points) -> float | None:
+    """The lower median of the distances to the nearest other kept image."""
+    rows = range(len(kept))
+    nearest = [min(math.dist(kept[i], kept[j]) for j in rows if j != i) for i in rows if len(kept) > 1]
+    return statistics.median_low(nearest) if nearest else None

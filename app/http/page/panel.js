@@ -44,7 +44,7 @@ export function showPanel(image, { model, policy, rival }, place) {
   element("answer").textContent = prediction ? taskOf(model).answer(prediction, decision, model) : "";
   const text = prediction ? reason(prediction, decision, policy, model) : (image.problem ?? "");
   if (element("reason").textContent !== text) element("reason").textContent = text;
-  showWhy(prediction ?? {}, model, element("why").open);
+  showWhy(prediction ?? {}, decision, model, element("why").open);
   if (!prediction) return;
   element("classes").replaceChildren(...classBars(taskOf(model).bars(prediction, model)));
   showNumbers(image, model, policy, rival);

@@ -104,7 +104,7 @@ const regression = {
   },
   bars: () => [],
   recognises: ({ target }) => `This model predicts ${target.name}.`,
-  reason: (prediction, policy, model, near) => `The interval is wider than ${measured(policy.max_width, model)}${near}`,
+  reason: (prediction, policy, model) => `The interval is wider than ${measured(policy.max_width, model)}`,
   evidence: ({ nearest_examples: layers = [] }, model) =>
     layers.map(({ layer, weight, examples }) => {
       const shown = examples.map(({ image, value }) => `${measured(value, model)} (image ${image})`).join(", ");

@@ -205,8 +205,8 @@ def test_layers_whose_positions_are_alike_have_no_map(val: ImageDataset) -> None
     sums = PositionMoments(1, Grid(4, 4))
     sums.add(torch.ones(3, 1, 16))
     compute = SETTINGS.compute()
-    assert choose_map(lambda images: {"a": torch.ones(len(images), 1, 16)}, {"a": sums}, val, compute, 0) is None
-    assert choose_map(lambda images: {}, {}, val, compute, 0) is None
+    assert choose_map(lambda images: {"a": torch.ones(len(images), 1, 16)}, {"a": sums}, val, val, compute, 0) is None
+    assert choose_map(lambda images: {}, {}, val, val, compute, 0) is None
 
 
 def test_numbers_of_a_report_have_nine_digits() -> None:

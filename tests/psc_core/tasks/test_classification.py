@@ -124,6 +124,14 @@ def test_equals_the_naive_document(
         assert ClassificationAnswer.model_validate(document).model_dump(exclude_none=True) == document
 
 
+def test_the_likely_classes_are_a_small_prediction_set() -> None:
+    row = [0.1, -0.3, 0.4, 0.5, 0.2, 0.1, 0.4, 0.3, 0.2]
+    outputs = Outputs(np.array([row], np.float32), CLASSIFICATION_SCORES, ())
+    policy = ClassificationPolicy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.9)
+    found = [Decider(policy, limit).decide(outputs).likely_classes(outputs) for limit in (0.35, 0.15, 0.05)]
+    assert found == [[[1]], [[1, 2, 3]], [[1, 2]]]  # Of a large set the two most probable.
+
+
 def test_checks_are_named() -> None:
     row = [0.1, -0.3, 0.4, 0.5, 0.2, 0.25, 0.05, 0.7, 0.125, 0.75]
     outputs = Outputs(np.array([row], np.float32), CLASSIFICATION_SCORES, ("texture", "content"))
