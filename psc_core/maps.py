@@ -100,9 +100,9 @@ def _may_be(rows: int, columns: int, height: int, width: int) -> bool:
 Grey = npt.NDArray[np.uint8]  # the grey levels (rows, columns) of a map; brighter is more unusual
 
 
-BOX: Final = (
-    0.6  # of the brightest grey level: at 0.5 boxes are half as large again, and their middle is more often off
-)
+# The brightness, relative to the brightest level, where a box ends: at 0.5 boxes are half as large again, and their
+# middle is more often off.
+BOX: Final = 0.6
 
 
 def box_of(grey: Grey) -> tuple[float, float, float, float]:

@@ -19,7 +19,7 @@ from psc_core.density import DENSITIES
 from psc_core.heads import dve, sngp
 from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
-from psc_core.maps import LEVELS, MAX_POSITIONS
+from psc_core.maps import LEVELS, MAX_POSITIONS, POSITION_DENSITIES
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
 from psc_core.stored_images import MAX_COUNT, SIDE
 from psc_core.tasks import TASKS
@@ -265,7 +265,11 @@ def documented_tensors(heading: str) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("heading", "kinds"),
-    [("Density", DENSITIES), ("Head", {**Classification.heads, TemperatureHead.kind: TemperatureHead})],
+    [
+        ("Density", DENSITIES),
+        ("Head", {**Classification.heads, TemperatureHead.kind: TemperatureHead}),
+        ("Map", POSITION_DENSITIES),
+    ],
 )
 def test_tensor_tables_match_layouts(heading: str, kinds: dict[str, Any]) -> None:
     real = {(name, kind) for kind, family in kinds.items() for name in family.layout}
@@ -279,7 +283,7 @@ def test_tensor_tables_match_layouts(heading: str, kinds: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(
     ("heading", "part"),
-    [("Projection", "projection"), ("Calibration", "calibration"), ("Map", "map"), ("Stored images", "stored_images")],
+    [("Projection", "projection"), ("Calibration", "calibration"), ("Stored images", "stored_images")],
 )
 def test_tensor_tables_match_files(bundles: dict[str, Path], heading: str, part: str) -> None:
     paths = [path for path in bundles.values() if (path / f"{part}.safetensors").exists()]
