@@ -88,9 +88,9 @@ def draw(run: Run, networks: dict[str, dict[str, Json]]) -> None:
             names = {title: [layer["name"] for layer in found["report"]["layers"]] for title, found in pair.items()}
             boxes = {title: [names[title].index(layer) for layer in found["chosen"]] for title, found in pair.items()}
             epsilon = next(iter(pair.values()))["report"]["epsilon"]
-            for axis, key, cutoff in zip(row, ("nc1", "nc4"), (epsilon, None), strict=True):
+            for axis, key, measure, cutoff in ((row[0], "nc1", "NC1", epsilon), (row[1], "quality", "NC4", None)):
                 series = {title: [layer[key] for layer in found["report"]["layers"]] for title, found in pair.items()}
-                plots.draw_layers(axis, series, boxes, title=f"{DATA[data]}: {key.upper()}", cutoff=cutoff)
+                plots.draw_layers(axis, series, boxes, title=f"{DATA[data]}: {measure}", cutoff=cutoff)
             row[0].legend(frameon=False, fontsize=8)
 
 
