@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -55,8 +56,8 @@ def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> N
     """Refuse a model whose full batch does not fit in memory, or that takes longer than ``seconds`` to warm up.
 
     One image on PyTorch's meta device, which computes nothing, gives the number of operations and the size of the
-    largest feature map; a matrix product gives the speed of the device.  Warm-up runs batches of 1, 2, 4, … images,
-    which have twice the images of a full batch.
+    largest feature map; a matrix product gives the speed of the device.  Warm-up runs at most batches of 1, 2, 4, …
+    images, which have twice the images of a full batch.
     """
     try:
         alive, operations = cost_of_an_image(model)
@@ -261,7 +262,7 @@ class ModelStarter:
 
     async def faster(self, served: ServedModel) -> ServedModel | None:
         """Measure the backends of a model that serves on the first one; return it on a faster one, if there is one."""
-        chosen = await asyncio.to_thread(self._choose, served.model, may_measure=True)
+        chosen = await _aside(lambda: self._choose(served.model, may_measure=True))
         if chosen.backend == served.backend:
             return None
         engine = await self._warm_engine(served.name, served.model, chosen.pipeline, served.recorder)
@@ -303,6 +304,21 @@ class ModelStarter:
             await engine.close(within_s=0)
             raise
         return engine
+
+
+async def _aside(work: Callable[[], Chosen]) -> Chosen:
+    """Run ``work`` on a daemon thread: the end of the process does not wait for it, as it does for the loop's own."""
+    done: Future[Chosen] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="psc-measure", daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 class Registry:

@@ -82,7 +82,7 @@ class Engine:
             return batcher.pending
 
     async def start(self) -> None:
-        """Warm up every batch shape, and return when the engine is ready."""
+        """Warm up, and return when the engine is ready."""
         self._worker.thread.start()
         await self._started
 

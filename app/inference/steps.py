@@ -244,7 +244,7 @@ class EagerStep:
         return self._buffer
 
     def warm_up(self, is_wanted: Callable[[], bool] = lambda: True) -> bool:
-        """Run every shape once, so that no request pays for compilation or capture.
+        """Run every fixed shape, or the least and the largest, so that no request pays for compilation or capture.
 
         Return whether the step is quick: a full batch takes less time on one thread than handing it to another.
         """

@@ -92,6 +92,25 @@ async def test_answers_before_backends_are_measured_and_goes_on_with_the_fastest
         assert await app.metric('psc_batch_size_sum{model="m"}') == 42
 
 
+async def test_the_end_of_the_process_does_not_wait_for_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def choose(model: Any, wanted: str, *, may_measure: bool, **_: int) -> Chosen:
+        if may_measure:
+            began.set()
+            go_on.wait()
+        return Chosen("folded", model.pipeline, is_final=may_measure)
+
+    monkeypatch.setattr(models, "choose_backend", choose)
+    try:
+        async with running():
+            await until(began.is_set)
+        (measuring,) = (each for each in threading.enumerate() if each.name == "psc-measure")
+        assert measuring.daemon and measuring.is_alive()  # :func:`app.main.end_threads` ends the process without it.
+    finally:
+        go_on.set()
+
+
 async def test_reload_under_load_loses_nothing() -> None:
     async with running(admin_keys="root", max_images_per_request=100) as app:
         serve_next(app, *(FakeModel(f"v{k}") for k in range(2, 8)))
