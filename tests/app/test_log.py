@@ -305,6 +305,15 @@ def test_only_images_that_came_as_pixels_are_stored_as_network_inputs() -> None:
         assert [each.data for each in stored] == [file.data for file in files]
 
 
+def test_a_regression_has_neither_labels_nor_probabilities() -> None:
+    made = request(Sampling(0.0, (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)), FakeValueModel())
+    rows = OpenRows(made.source, day_of(NOON))
+    assert rows.add(made, made.drawn()) == []
+    found = written(rows)
+    assert {(row["label"], row["probabilities"]) for row in found} == {(None, None)}
+    assert [row["mean"] for row in found] == made.outputs["mean"].tolist()
+
+
 def sampling(task: object = None, **settings: object) -> Sampling:
     return Sampling.of(load_settings(settings), task or Classification())  # type: ignore[arg-type]
 

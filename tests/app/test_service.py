@@ -88,6 +88,12 @@ def test_each_key_predicts_in_either_header(key: str) -> None:
     KEYS.check("predict", sent(authorization=f"bearer  {key} "))
 
 
+def test_only_admin_keys_administer() -> None:
+    KEYS.check("admin", sent(x_api_key="admin-one"))
+    with pytest.raises(Unauthorized):
+        KEYS.check("admin", sent(x_api_key="predict-one"))
+
+
 @pytest.mark.parametrize("role", ["predict", "admin"])
 @pytest.mark.parametrize(
     "headers",

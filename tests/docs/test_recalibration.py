@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import ROOT
 
 ENTRIES = {
@@ -33,7 +31,6 @@ while found is None or sys.argv[2] not in found:
 """
 
 
-@pytest.mark.slow  # Its steps are tested one by one, and the flags of its commands with those of the other pages.
 def test_the_circle_runs_as_it_stands(tmp_path: Path) -> None:
     script = ["set -e", 'trap "kill -9 %1" ERR']
     text = (ROOT / "docs" / "recalibration.md").read_text()

@@ -293,6 +293,10 @@ def test_only_networks_of_a_library_are_named(model: str) -> None:
         ({"policy": 3}, "field policy:"),
         ({"classes": ["one"]}, "field classes:"),
         ({"surprise": 1}, "field surprise:"),
+        ({"layers": None}, "field layers:"),
+        ({"policy": {"alpha": 2.0, "ambiguity_threshold": 1.0, "coverage": 0.9}}, r"field policy\.alpha:"),
+        ({"files": {}}, "expected files to be"),
+        ({"files": {"../evil.safetensors": {"bytes": 1, "sha256": "0" * 64}}}, "expected files to be"),
     ],
 )
 def test_rejects_wrong_manifest(bundle: Path, changes: dict[str, Any], message: str) -> None:

@@ -95,6 +95,12 @@ def whole_batch(net: torch.nn.Sequential, layer: nn.Module) -> torch.nn.Sequenti
     return net
 
 
+def test_garments_are_ood_more_often_than_digits(psc: PSC, data_root: Path, digits: torch.Tensor) -> None:
+    shirts = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    doubted = psc.predict(next(iter(shirts.batches(100))).images).is_ood.double().mean()
+    assert float(doubted) > 2 * float(psc.predict(digits).is_ood.double().mean())
+
+
 def test_empty_batch(psc: PSC) -> None:
     assert len(psc.predict([])) == 0
     assert psc.predict(torch.empty(0, 1, 28, 28, dtype=torch.uint8)).probabilities.shape == (0, 10)

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -26,6 +27,9 @@ from tests.served import HTTP, serve
 ALLOW = "tests.tiny:network"
 
 
+ADMIN = {"x-api-key": "root"}
+
+
 @pytest.fixture(scope="module")
 def digits(data_root: Path) -> list[bytes]:
     files = []
@@ -40,7 +44,7 @@ def digits(data_root: Path) -> list[bytes]:
 
 @asynccontextmanager
 async def serving(bundle: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    options = {"bundle": f"tiny={bundle}", "device": "cpu", "allow_factories": ALLOW}
+    options = {"bundle": f"tiny={bundle}", "device": "cpu", "allow_factories": ALLOW, "admin_keys": "root"}
     app = create_app(load_settings({**options, **settings}))
     transport = httpx.ASGITransport(app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
@@ -93,6 +97,21 @@ async def test_the_examples_of_the_readme_again_and_again_are_no_drift(shipped_b
                 assert count or len(images) == 1 or decisions == ["accept", "abstain_ambiguous", "abstain_ood"]
         live = (await client.get("/models/tiny/live")).json()
         assert (live["images"], live["drift_alarms"], live["drift_active"]) == (0 if query else 3, 0, False)
+
+
+@pytest.mark.anyio
+async def test_a_bundle_altered_on_disk_changes_nothing_when_reloaded(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    async with serving(bundle) as client:
+        assert (await client.post("/admin/reload", headers=ADMIN)).status_code == 200
+        damaged = next(bundle.glob("*.safetensors"))
+        data = bytearray(damaged.read_bytes())
+        data[-1] ^= 1
+        damaged.write_bytes(bytes(data))
+        response = await client.post("/admin/reload", headers=ADMIN)
+        assert response.status_code == 422
+        assert damaged.name in response.json()["detail"]
+        assert (await client.get("/readyz")).status_code == 200
 
 
 def test_psc_serve_starts_answers_and_stops(tiny_bundle: Path, digits: list[bytes]) -> None:

@@ -1,6 +1,8 @@
 """The client and ``psc-predict`` against a scripted service."""
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -233,6 +235,15 @@ def test_retry_after_forms() -> None:
     assert 15 < (retry_after_seconds(later) or 0) <= 20
     assert retry_after_seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
     assert retry_after_seconds("Wed, 21 Oct 2015 07:28:00 -0000") == 0.0
+
+
+def test_imports_neither_torch_nor_a_web_framework() -> None:
+    code = (
+        "import sys, app.client, app.client_cli\n"
+        "bad = {'torch', 'fastapi', 'starlette', 'uvicorn', 'numpy', 'PIL'} & set(sys.modules)\n"
+        "raise SystemExit(f'imported {bad}' if bad else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_against_the_real_service(tmp_path: Path) -> None:

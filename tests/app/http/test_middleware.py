@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app import errors
-from app.errors import MAX_DETAIL, TABLE, ImageRefused, problem_of
+from app.errors import MAX_DETAIL, TABLE, ImageRefused, QueueFull, Unauthorized, problem_of
 from app.http.middleware import ProblemResponses
 from app.metrics import Metrics
 from app.tracing import current_trace
@@ -214,9 +214,30 @@ async def test_the_trace_is_continued_and_the_access_logged(caplog: pytest.LogCa
     )
 
 
+DESIGNED = {
+    "MalformedRequest": 400, "Unauthorized": 401, "BodyTooLarge": 413, "TooManyImages": 413, "ImageTooLarge": 413,
+    "UnsupportedMedia": 415, "UnsupportedImage": 415, "UndecodableImage": 422, "QueueFull": 429, "NotReady": 503,
+    "DeviceError": 503, "DeadlineExceeded": 504,
+}  # fmt: skip
+
+
 def test_every_service_error_is_in_the_table() -> None:
+    by_name = {kind.__name__: status for kind, (status, _, _) in TABLE.items()}
+    assert by_name.items() >= DESIGNED.items()
     own = set(errors.ServiceError.__subclasses__()) | set(errors.Overloaded.__subclasses__())
     assert own - {ImageRefused, errors.Overloaded} <= set(TABLE)
+
+
+def test_headers() -> None:
+    assert problem_of(QueueFull("x", retry_after=7))[1] == {"retry-after": "7"}
+    assert "www-authenticate" in problem_of(Unauthorized("x"))[1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("secret"), KeyError("secret"), MemoryError("secret")])
+def test_anything_else_is_opaque(error: Exception) -> None:
+    problem, _ = problem_of(error)
+    assert problem.status == 500
+    assert "secret" not in str(problem)
 
 
 def test_a_refused_image_is_named_and_all_is_shortened() -> None:

@@ -176,6 +176,14 @@ async def test_an_output_of_another_task_is_refused_before_anything_is_computed(
         assert output(everything, "mean").tolist() == [pytest.approx(20)]
 
 
+async def test_nhwc_and_nchw_are_the_same_images(service: Running) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 6), dtype=np.uint8)
+    nchw = await infer(service, {"inputs": [raw_input(images)]}, "colour")
+    nhwc = await infer(service, {"inputs": [raw_input(images.transpose(0, 2, 3, 1))]}, "colour")
+    assert nchw == nhwc
+    np.testing.assert_allclose(output(nchw, "log_density"), expected(images)["log_density"], rtol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [[2], [2, 1]])
 async def test_encoded_images_equal_predict(service: Running, shape: list[int]) -> None:
     files = [png(0, size=20), png(200, size=5)]

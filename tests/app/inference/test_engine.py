@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.errors import ClientGone, DeadlineExceeded, ImageRefused, InferenceFailed, NotReady
+from app.errors import ClientGone, DeadlineExceeded, ImageRefused, InferenceFailed, NotReady, QueueFull
 from app.inference.batcher import Batcher, RequestMode, Result
 from app.inference.decoder import EncodedImage
 from app.inference.engine import Engine, Phase
@@ -56,6 +56,22 @@ async def test_decoding_at_once_and_on_threads_agree(inline: int) -> None:
         packed = (await setup.engine.predict(uploads)).packed
         expected = outputs_of(torch.from_numpy(stack(*(pixels(10 * k) for k in range(12))))).numpy()
         np.testing.assert_allclose(packed, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("inline", [0, 1 << 20])
+async def test_the_first_bad_image_is_named(inline: int) -> None:
+    async with engine(inline=inline) as setup:
+        uploads = [
+            EncodedImage(png(1)),
+            EncodedImage(b"nonsense", "a.txt"),
+            EncodedImage(png(2)),
+            EncodedImage(b"", "b.txt"),
+        ]
+        with pytest.raises(ImageRefused) as caught:
+            await setup.engine.predict(uploads)
+        assert (caught.value.index, caught.value.name) == (1, "a.txt")
+        assert setup.engine.pending == 0
+        assert setup.network.sizes == []
 
 
 async def test_small_files_of_many_pixels_are_decoded_on_threads() -> None:
@@ -144,6 +160,18 @@ async def test_cancelled_handler_drops_its_request() -> None:
         assert setup.engine.pending == 0
         setup.network.check.set()
         await first
+
+
+@pytest.mark.usefixtures("device_thread")
+async def test_a_full_queue_refuses_without_decoding() -> None:
+    async with engine(queue=4) as setup:
+        first = await hold(setup)
+        waiting = asyncio.create_task(setup.arrays(*[pixels(2)] * 4))
+        await until(lambda: setup.engine.pending == 4)
+        with pytest.raises(QueueFull, match="4 of 4 places"):
+            await setup.engine.predict([EncodedImage(b"never looked at")])
+        setup.network.check.set()
+        await asyncio.gather(first, waiting)
 
 
 @pytest.mark.usefixtures("device_thread")

@@ -269,6 +269,11 @@ def test_repeats_count_where_calibration_images_are_equal() -> None:
         assert counted(repeats, [hash(score)] * 2, p_value) == [True, counts], score
 
 
+def test_images_equal_to_no_other_are_all_left_in() -> None:
+    """What the bound on false alarms needs: a stream without repeats passes as it is."""
+    assert all(counted(RepeatFilter(DISTINCT), list(range(30_000))))
+
+
 def test_data_with_many_identical_images_raise_no_alarm() -> None:
     """Four in ten of all images are one blank page, whose score is typical."""
     alarms = 0

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from psc_core.cli import evaluate as cli
+from psc_core.report.content import FILE
 from tests.psc_core.cli.support import run
 
 
@@ -29,3 +30,11 @@ def test_draws_the_page_of_a_regression_again(
     code, text, _ = run(capsys, cli.report_main, ["--bundle", str(angle_bundle), "--out", str(tmp_path)])
     assert code == 0 and "RMSE" in text
     assert (tmp_path / "report.html").read_text() == (angle_bundle / "report.html").read_text()
+
+
+def test_a_bundle_without_a_report(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, bundle)
+    (bundle / FILE).unlink()
+    code, _, err = run(capsys, cli.report_main, ["--bundle", str(bundle)])
+    assert code == 2 and err.strip().count("\n") == 0 and "--no-report" in err

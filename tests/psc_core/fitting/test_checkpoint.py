@@ -103,6 +103,11 @@ def test_new_interpreter_gives_the_same_version(tiny_job: TinyJob, tmp_path: Pat
     assert version(tmp_path / "bundle") == uninterrupted
 
 
+def test_seed_changes_the_version(tiny_job: TinyJob, tmp_path: Path, uninterrupted: str) -> None:
+    assert cli.main(arguments(tiny_job, tmp_path / "bundle", "--seed", "1")) == 0
+    assert version(tmp_path / "bundle") != uninterrupted
+
+
 @pytest.mark.parametrize(
     ("stage", "files", "left"),
     [

@@ -348,6 +348,11 @@ def test_classes_are_the_networks_outputs_or_named(net: nn.Module, splits: Split
         PSC.fit(net, train, val, classes=tuple("abcde"))
 
 
+def test_opened_data_and_loaders_go_together(net: nn.Module, train: ImageDataset, splits: Any, fitted: PSC) -> None:
+    psc = PSC.fit(net, train, splits[1], **QUICK)
+    assert torch.equal(psc(splits[1].tensors[0]).log_density, fitted(splits[1].tensors[0]).log_density)
+
+
 def test_a_target_that_a_data_set_has_is_refused(angle_job: TinyJob, data_root: Path) -> None:
     train, val = (
         open_dataset(f"rotated-mnist:{data_root}", split=split, preprocess=MNIST) for split in ("train", "val")

@@ -273,7 +273,7 @@ def images(data_root: Path, name: str) -> Tensor:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
-@pytest.mark.parametrize("onednn", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("onednn", [False, True])
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
 def test_bf16_decisions_match_fp32(psc: PSC, data_root: Path, name: str, onednn: bool) -> None:
     half = psc.pipeline.with_backbone(psc.backbone.fused("bf16"))

@@ -154,6 +154,12 @@ def test_where_nothing_is_accepted_nothing_is_said_of_errors(shipped_bundle: Pat
     assert len(found.verdict) == 1 and "100 % unusual" in found.verdict[0]
 
 
+def test_a_bundle_without_images_has_its_thresholds(shipped_bundle: Path) -> None:
+    bundle = read_bundle(shipped_bundle)
+    found = facts_of(bundle, Content(bundle.manifest.version))
+    assert f"{found.ood_threshold:.4g} nats" in found.to_text() and found.measured is None
+
+
 def test_content_of_another_bundle_is_refused(shipped_bundle: Path) -> None:
     with pytest.raises(BundleError, match="0123456789ab"):
         facts_of(read_bundle(shipped_bundle), content())

@@ -302,6 +302,11 @@ def test_prediction_sets_match_the_definition(seed: int, n: int, percent: int) -
         assert set(members.nonzero()[:, 0].tolist()) == naive.prediction_set(true, row, Fraction(percent, 100))
 
 
+def test_a_tiny_coverage_has_the_largest_quantile() -> None:
+    fitted = calibrate(30)
+    assert fitted.quantile(1e-14) == float(fitted.label_probabilities[-1])
+
+
 def test_quantiles_of_the_entropies() -> None:
     entropies = torch.rand(99).sort().values
     quantiles = replace(calibrate(99), entropies=entropies).entropy_quantiles()

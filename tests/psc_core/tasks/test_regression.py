@@ -106,11 +106,23 @@ def test_deviations_equal_their_definition(n: int, coverage: float) -> None:
         assert fitted.quantile(coverage) == sorted(fitted.residuals.tolist())[rank - 1]
 
 
+def test_a_tiny_coverage_has_the_narrowest_interval() -> None:
+    fitted = calibration(30)
+    assert fitted.quantile(1e-14) == float(fitted.residuals[0])
+
+
 def test_residuals_are_in_standard_deviations() -> None:
     fitted = fit_calibration(
         torch.tensor([2.0, 1.0]), torch.tensor([0.0, 0.0]), torch.tensor([2.0, 0.5]), torch.tensor([3.0, -1.0])
     )
     assert (fitted.ood_scores.tolist(), fitted.residuals.tolist()) == ([1.0, 2.0], [1.5, 2.0])
+
+
+def test_a_policy_that_so_few_images_cannot_keep() -> None:
+    fitted = calibration(99)
+    fitted.check(RegressionPolicy(alpha=0.05, max_width=3.0, coverage=0.9))
+    with pytest.raises(UsageError, match="expected alpha"):
+        fitted.check(RegressionPolicy(alpha=0.001, max_width=None, coverage=0.9))
 
 
 def test_survives_a_bundle() -> None:
