@@ -31,7 +31,7 @@ class FeatureMatrix:
         return self.shape[0]
 
     def __getitem__(self, index: slice | Tensor) -> Tensor:
-        return self.read(index)
+        return self.read(index if isinstance(index, slice) else index.cpu())  # labels on a GPU give positions there
 
     def map(self, function: Callable[[Tensor], Tensor], columns: int, dtype: torch.dtype) -> FeatureMatrix:
         """Return the matrix ``function(block)``, computed when a block is read."""
@@ -44,7 +44,7 @@ class FeatureMatrix:
 
     def take(self, positions: Int[Tensor, " m"]) -> FeatureMatrix:
         """Return the rows at ``positions``, in that order."""
-        shape = (len(positions), self.shape[1])
+        shape, positions = (len(positions), self.shape[1]), positions.cpu()
         return FeatureMatrix(lambda at: self[positions[at]], shape, self.dtype, self.device, self.widest)
 
     def to(self, device: torch.device | str) -> FeatureMatrix:

@@ -274,7 +274,7 @@ def fit_nearest(vectors: Float[Tensor, "vectors channels"]) -> NearestPositions:
     for _ in range(min(MAX_STORED, len(vectors) // 10) - 1):
         away = torch.minimum(away, (points - points[chosen[-1]]).square().sum(dim=1))
         chosen.append(int(away.argmax()))
-    tensors = {"stored": vectors[chosen], "thresholds": torch.zeros(LEVELS)}
+    tensors = {"stored": vectors[torch.tensor(chosen)], "thresholds": torch.zeros(LEVELS)}
     return NearestPositions(tensors, record={"vectors": len(vectors)})
 
 

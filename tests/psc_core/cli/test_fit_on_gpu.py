@@ -1,0 +1,44 @@
+"""A whole fit on a GPU that is not there: no tensor of the host meets one of the GPU, and the choices are the CPU's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from psc_core.cli.fit import main
+from tests.conftest import TinyJob
+from tests.pretend_gpu import GPU, pretend_gpu
+
+
+@pytest.mark.parametrize("words", [(), ("--head=duq", "--precision=bf16"), ("--head=sngp", "--density=gda")])
+def test_classifiers(tiny_job: TinyJob, tiny_bundle: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    fitted = on_gpu(tiny_job, tmp_path, words)
+    if not words:
+        chosen = json.loads((tiny_bundle / "manifest.json").read_text())
+        assert fitted["layers"] == chosen["layers"]
+        assert fitted["metrics"]["accuracy"] == chosen["metrics"]["accuracy"]
+
+
+def test_a_regression(angle_job: TinyJob, tmp_path: Path) -> None:
+    on_gpu(angle_job, tmp_path, ())
+
+
+def on_gpu(job: TinyJob, folder: Path, words: tuple[str, ...]) -> dict[str, Any]:
+    args = ["cuda" if word == "cpu" else word for word in job.args]
+    with pretend_gpu():
+        assert main([*args, *words, "--no-report", "--out", str(folder / "bundle")]) == 0
+    fitted: dict[str, Any] = json.loads((folder / "bundle" / "manifest.json").read_text())
+    return fitted
+
+
+def test_what_is_pretended() -> None:
+    with pretend_gpu():
+        there = torch.ones(3, 2, device="cuda")
+        assert (there @ there.T).sum().item() == 18
+        assert there.device == GPU and there.cpu().device.type == "cpu"
+        with pytest.raises(RuntimeError, match="one device"):
+            there + torch.ones(2)
+        with pytest.raises((RuntimeError, TypeError)):
+            there.numpy()
