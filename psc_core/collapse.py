@@ -461,7 +461,7 @@ def measure_layers(
     wanted = [layer for layer in every if layer.name in names or layer.role == "penultimate"]
     sums = {layer.name: torch.zeros(3, dtype=torch.float64) for layer in wanted}
     quality = quality_type(train, selection, compute)
-    groups = layer_groups(wanted, len(train.classes), compute.batch_size, compute.max_memory)
+    groups = layer_groups(wanted, len(train.classes), compute.batch_size, compute.device_memory)
     for number, group in enumerate(groups, 1):
         backbone = truncate(net, [layer.name for layer in group[0]], keep_output=False, trial=trial)
         label = f"collapse {number}/{len(groups)}"

@@ -19,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from jaxtyping import Int
@@ -58,6 +59,39 @@ def resolve_device(name: str | torch.device) -> torch.device:
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
     return device
+
+
+_SIDES: ContextVar[Sequence[torch.cuda.Stream]] = ContextVar("sides", default=())
+
+
+@contextmanager
+def side_streams(streams: Sequence[Any]) -> Iterator[None]:
+    """Let :func:`together` use these streams within the block; nobody else may use them meanwhile."""
+    before = _SIDES.set(streams)
+    try:
+        yield
+    finally:
+        _SIDES.reset(before)
+
+
+def together(first: Callable[[], Any], *others: Callable[[], Any]) -> tuple[Any, ...]:
+    """Return the results of calls that do not need each other, each on a stream of its own if there are enough.
+
+    The tail of a network is dozens of kernels that each take less time than their start, on a part of the GPU.
+    """
+    sides = _SIDES.get()[: len(others)]
+    if len(sides) < len(others):
+        return first(), *(call() for call in others)
+    here = torch.cuda.current_stream()
+    results = []
+    for stream, call in zip(sides, others, strict=True):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            results.append(call())
+    found = first()
+    for stream in sides:
+        here.wait_stream(stream)
+    return found, *results
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
@@ -163,6 +197,13 @@ class Compute:
     @property
     def batch_size(self) -> int:
         return min(self.batch_images, MAX_CPU_BATCH) if self.device.type == "cpu" else self.batch_images
+
+    @property
+    def device_memory(self) -> int:
+        """Return ``max_memory``, or a quarter of a GPU's free memory if that is more, for what changes no result."""
+        if self.device.type != "cuda" or self.max_memory < MAX_MEMORY:
+            return self.max_memory
+        return max(self.max_memory, torch.cuda.mem_get_info(self.device)[0] // 4)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over the processes, in place; every process must make the same calls."""

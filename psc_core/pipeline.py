@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from psc_core.bundle import Bundle, Manifest, MapSection
 from psc_core.checks import TEXTURE, Checks, check_values
-from psc_core.compute import autocast
+from psc_core.compute import autocast, together
 from psc_core.conformal import check_rates, conformal_p_values
 from psc_core.density import Density, restore_density
 from psc_core.errors import BundleError, NetworkError, PSCError, UsageError, of_this_machine, shorten
@@ -149,11 +149,13 @@ class Scorer(nn.Module):
 
     def score(self, embedding: Embedding) -> Scored:
         """Return the scores and the probabilities from the inputs of the density and the head."""
-        log_density = self.density(embedding.density_input).log_density
-        scores, probabilities = self.head.score(embedding.head_input, embedding.output)
-        scores = {**scores, "log_density": log_density}
-        if self.texture is not None and embedding.early is not None:
-            scores[TEXTURE] = -self.texture(embedding.early).log_density
+        texture, early = self.texture, embedding.early
+        density, (scores, probabilities), *unlike = together(
+            lambda: self.density(embedding.density_input).log_density,
+            lambda: self.head.score(embedding.head_input, embedding.output),
+            *([lambda: -texture(early).log_density] if texture is not None and early is not None else []),
+        )
+        scores = {**scores, "log_density": density, **dict(zip([TEXTURE], unlike, strict=False))}
         return Scored(scores, probabilities)
 
     def forward(self, images: Images) -> Scored:

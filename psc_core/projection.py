@@ -412,7 +412,7 @@ def measure_sizes(
     classes, device = len(train.classes), compute.device
     c_max, d_max = largest.c_proj, largest.d_proj
     width = largest.mean.numel()
-    columns_at_once = min(width, max(MIN_COLUMNS, compute.max_memory // (8 * classes)))
+    columns_at_once = min(width, max(MIN_COLUMNS, compute.device_memory // (8 * classes)))
     ranges = [slice(start, min(width, start + columns_at_once)) for start in range(0, width, columns_at_once)]
     block = ClassScatter(classes, c_max * d_max, device, by_column=True)
     hits = torch.zeros(c_max, d_max, dtype=torch.int64, device=device)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from app.inference.batcher import DeviceBatch, Images, RequestMode, Result
+from psc_core.compute import side_streams
 from psc_core.errors import NetworkError
 from psc_core.model import FittedModel
 from psc_core.network.load import cache_file, read_checked, write_checked
@@ -318,8 +319,9 @@ class GraphStep:
         self._images = torch.zeros((max_batch, *shape), dtype=torch.uint8, device=device)
         self._device = self._images.device  # With its index, which set_device needs.
         idle = _IDLE_STREAMS[self._device]
-        self._stream = idle.pop() if idle else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        weakref.finalize(self, idle.append, self._stream)
+        streams = [idle.pop() if idle else torch.cuda.Stream(self._device) for _ in range(3)]  # type: ignore[no-untyped-call]
+        weakref.finalize(self, idle.extend, streams)
+        self._stream, *self._sides = streams
         self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._host_outputs: list[Tensor] = []
@@ -337,13 +339,14 @@ class GraphStep:
                 return False
             images = self._images[:count]
             # Libraries choose algorithms and allocate workspaces in the first runs, which a capture must not contain.
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), side_streams(self._sides):
                 for _ in range(3):
                     self._network(images)
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             # By default, an allocation on any thread, such as a running model's, would break the capture.
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            capture = torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
+            with capture, side_streams(self._sides):
                 packed = self._network(images).float()
             self._graphs[count] = (graph, packed)
         largest = self._graphs[self._buckets[-1]][1]

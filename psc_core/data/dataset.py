@@ -182,7 +182,7 @@ def _naming(image: str | Path) -> Iterator[None]:
         raise DataError(f"cannot read the image {image}: {error.strerror}; repair or remove it") from error
 
 
-DECODERS: Final = min(4, os.cpu_count() or 1)  # the number of threads that decode images
+DECODERS: Final = min(16, os.cpu_count() or 1)  # the number of threads that decode images
 
 
 @dataclass(frozen=True)

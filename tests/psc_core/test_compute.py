@@ -10,11 +10,22 @@ import torch
 
 from psc_core import compute as distributed
 from psc_core import fit as stages
-from psc_core.compute import MAX_CPU_BATCH, Compute, join_processes, own_state, passes, resolve_device, track
+from psc_core.compute import (
+    MAX_CPU_BATCH,
+    Compute,
+    join_processes,
+    own_state,
+    passes,
+    resolve_device,
+    side_streams,
+    together,
+    track,
+)
 from psc_core.data.dataset import ArraySource, draw_balanced, label_images
 from psc_core.errors import UsageError
 from psc_core.fit_data import FitData, FitJob
 from psc_core.images.preprocess import Preprocess
+from psc_core.settings import MAX_MEMORY
 from tests.psc_core.test_collapse import Net, images, on_cpu
 
 
@@ -159,3 +170,43 @@ def test_processes_share_gpus(gpus: int, backend: str | None, used: list[int], m
         monkeypatch.setattr(group, "get_rank", lambda rank=rank: rank)
         assert join_processes() == (rank, 3)
     assert (chosen, backends) == (used, [backend] * 3)
+
+
+def test_memory_of_what_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 << 30, 90 << 30))
+    assert Compute(torch.device("cpu")).device_memory == MAX_MEMORY
+    assert Compute(torch.device("cuda")).device_memory == 20 << 30
+    assert Compute(torch.device("cuda"), max_memory=40 << 30).device_memory == 40 << 30
+    assert Compute(torch.device("cuda"), max_memory=1 << 20).device_memory == 1 << 20  # Asked for, so kept.
+
+
+class Stream:
+    """A CUDA stream that is not there, and notes which other it waits for."""
+
+    def __init__(self, name: str, waits: list[tuple[str, str]]) -> None:
+        self.name, self._waits = name, waits
+
+    def wait_stream(self, other: "Stream") -> None:
+        self._waits.append((self.name, other.name))
+
+
+def test_calls_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[str, str]] = []
+    here, *sides = (Stream(name, waits) for name in ("here", "first", "second"))
+    running = [here]
+
+    @contextmanager
+    def switch(stream: Stream) -> Iterator[None]:
+        running.append(stream)
+        yield
+        running.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
+    monkeypatch.setattr(torch.cuda, "stream", switch)
+    calls = [lambda: running[-1].name for _ in range(3)]
+    assert together(*calls) == ("here", "here", "here") and waits == []
+    with side_streams(sides):
+        assert together(*calls) == ("here", "first", "second")
+    assert waits == [("first", "here"), ("second", "here"), ("here", "first"), ("here", "second")]
+    with side_streams(sides[:1]):  # Too few.
+        assert together(*calls) == ("here", "here", "here")
