@@ -39,21 +39,30 @@ class Part:
 _TESTS = "pytest -m gpu -q -p no:cacheprovider tests/gpu"
 _HERE = "--device {device} --out {out}"
 _DEVICE = f"benchmarks.device.run {_HERE} --missing --only"
-_PEERS = "benchmarks.serving.peers --installed --best-instructions --rounds 3 --sweeps 1 --device {device}"
-_FEWER = "--rounds 1 --seconds 0.5 --sweeps 0"
+_PEERS = "benchmarks.serving.peers --installed --best-instructions --rounds 2 --sweeps 0 --load 0.7 --device {device}"
+_FEWER = "--rounds 1 --seconds 0.5"
 _PAPER = "--scale full --epochs 40 --device {device} --data {data}"
 _FOLDERS = "--out {out}/paper --checkpoints {out}/checkpoints"
 _CASE = f"benchmarks.paper.ddu_case_study {_PAPER} {_FOLDERS} --only"
 _WRN = "benchmarks.train --network wide_resnet28_10 --data cifar10:{data} --schedule ddu --epochs 40"
 
 PARTS: dict[str, Part] = {  # The parts, in the order of their worth for their time.
-    "smoke": Part(f"{_TESTS}/test_service.py", None, minutes=2),
-    "tests": Part(f"{_TESTS}/test_cuda.py", None, minutes=2),
-    "device-small": Part(f"{_DEVICE} tail 'ResNet-18, 28' 'ResNet-50, 32' 'VGG-16, 32' 'WRN-28-10, 32'", "--quick"),
-    "device-large": Part(f"{_DEVICE} 'ResNet-18, 224' 'ResNet-50, 224' 'VGG-16, 224'", "--quick", minutes=6),
+    "smoke": Part(f"{_TESTS}/test_service.py", None, minutes=1),
+    "tests": Part(f"{_TESTS}/test_cuda.py", None, minutes=1),
+    "agreement": Part(f"benchmarks.device.agreement {_HERE} --data {{data}}", minutes=1),
+    "device-small": Part(
+        f"{_DEVICE} tail 'ResNet-18, 28' 'ResNet-50, 32' 'VGG-16, 32' 'WRN-28-10, 32'", "--quick", minutes=2
+    ),
+    "device-large": Part(f"{_DEVICE} 'ResNet-18, 224' 'ResNet-50, 224' 'VGG-16, 224'", "--quick", minutes=2),
     "serving-photographs": Part(
         f"{_PEERS} --out {{out}}/serving-photographs --cases photographs --untrained torchvision:resnet50",
         f"{_FEWER} --untrained torchvision:resnet18",
+        minutes=4,
+    ),
+    "large-fit": Part(
+        f"benchmarks.device.large_fit {_HERE} --data {{data}}",
+        "--network torchvision:resnet18 --images 100 --epochs 1",
+        minutes=2,
     ),
     "serving-digits": Part(f"{_PEERS} --out {{out}}/serving-digits --cases compute-bound", _FEWER),
     "paper-resnet18": Part(f"{_CASE} resnet18", "--scale smoke --epochs 1", minutes=8),

@@ -70,7 +70,7 @@ class Subject:
         dim = c_proj * d_proj
         scorer = Scorer(
             self.preprocess,
-            truncate(net, [self.layer], keep_output=False).to(device).fused(precision),
+            truncate(copy.deepcopy(net), [self.layer], keep_output=False).to(device).fused(precision),
             random_projection(channels, positions, c_proj, d_proj).to(device),
             random_density(dim, kept, self.classes, kind=density).to(device),
             random_head(dim, self.classes).to(device),

@@ -60,7 +60,9 @@ def untrained(folder: Path, spec: str, device: str) -> Path:
     """Fit a ResNet of torchvision with random weights and ten classes on photographs."""
     torch.manual_seed(0)
     net = load_network(spec, num_classes=10)
-    return _fitted(folder, spec, net, *PHOTOGRAPHS, "--layer=layer4.0.downsample.0", f"--device={device}")
+    words = ["--layer=layer4.0.downsample.0", f"--device={device}"]
+    words += ["--precision=bf16"] if device != "cpu" else []
+    return _fitted(folder, spec, net, *PHOTOGRAPHS, *words)
 
 
 def _fitted(folder: Path, spec: str, net: nn.Module, data: str, preset: str, *words: str) -> Path:
@@ -79,7 +81,7 @@ def digits(count: int) -> list[bytes]:
     return [_encoded(image, format="PNG") for image in images]
 
 
-def photographs(count: int, size: tuple[int, int] = (WIDTH, HEIGHT)) -> list[bytes]:
+def photographs(count: int) -> list[bytes]:
     """Return JPEG files of 640 × 480, 4:2:0 and about 100 kB: mosaics of 300 real CIFAR-10 images in random order.
 
     They stand for photographs, none of which we have with a licence to ship it: a decoder's time depends on the numbers
@@ -88,11 +90,11 @@ def photographs(count: int, size: tuple[int, int] = (WIDTH, HEIGHT)) -> list[byt
     with tarfile.open(DATA / "cifar10-jpeg.tar.gz") as archive:
         files = [archive.extractfile(member) for member in archive.getmembers()]
         tiles = [Image.open(io.BytesIO(file.read())).convert("RGB") for file in files if file is not None]
-    places = [(left, top) for top in range(0, size[1], SIDE) for left in range(0, size[0], SIDE)]
+    places = [(left, top) for top in range(0, HEIGHT, SIDE) for left in range(0, WIDTH, SIDE)]
     order = random.Random(0)
     photos = []
     for _ in range(count):
-        mosaic = Image.new("RGB", size)
+        mosaic = Image.new("RGB", (WIDTH, HEIGHT))
         for place, tile in zip(places, order.sample(tiles, len(places)), strict=True):
             mosaic.paste(tile, place)
         photos.append(_encoded(mosaic, format="JPEG", quality=QUALITY, subsampling="4:2:0"))

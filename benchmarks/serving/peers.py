@@ -5,8 +5,8 @@
     python -m benchmarks.serving.peers --installed --cases photographs --untrained torchvision:resnet50 --device cuda
 
 A missing peer is installed into ``out/peers/NAME``; with ``--installed``, only the peers that this interpreter has are
-run, for machines on which nothing can be installed.  ``--untrained`` serves a ResNet with random weights to photographs
-of 224 pixels.
+run, for machines on which nothing can be installed.  ``--untrained`` serves a ResNet with random weights to
+photographs, in bfloat16 on a GPU.
 
 A table is one case on one instruction set, the same for all its servers; only the compute-bound case has a table for
 each set of the CPU.  All servers of a table run at once, suspended (SIGSTOP) except for the one whose turn it is.  The
@@ -27,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -65,6 +66,7 @@ def new_record(args: argparse.Namespace, servers: list[Server]) -> Json:
         "seconds": args.seconds,
         "rounds": args.rounds,
         "sweeps": args.sweeps,
+        "load": args.load,
         "clients": CLIENTS,
         "many": {"images": MANY, "clients": MANY_CLIENTS},
         "settings": {server.name: server.settings for server in servers},
@@ -72,7 +74,7 @@ def new_record(args: argparse.Namespace, servers: list[Server]) -> Json:
             {
                 "title": f"{case}, {instructions}",
                 "case": case,
-                "served": f"JPEG files of 224 × 224; {args.untrained} with random weights, ten classes"
+                "served": f"JPEG files of 640 × 480 and 100 kB; {args.untrained} with random weights, ten classes"
                 if args.untrained and case in (PHOTOGRAPHS, DECODED)
                 else CASES[case],
                 "instruction_set": instructions,
@@ -121,8 +123,7 @@ def inputs_of(case: str, untrained: str | None, device: str) -> Inputs:
             inputs.untrained(folder, large, device)
         else:
             inputs.small(folder, photographs=case != OVERHEAD)
-    size = (224, 224) if large else (640, 480)
-    images = inputs.digits(256) if case == OVERHEAD else inputs.photographs(32, size)
+    images = inputs.digits(256) if case == OVERHEAD else inputs.photographs(32)
     return folder, images
 
 
@@ -160,7 +161,7 @@ def measure_table(
             found[server.name] = {**started.about, "rounds": [], "sweeps": []}
 
         def take_turn(name: str) -> None:
-            turn = running[name].turn(client, seconds)
+            turn = running[name].turn(client, seconds, record["load"])
             found[name]["rounds"].append(turn)
             log(f"  {name}: {', '.join(map(_short, turn.values()))}")
 
@@ -172,9 +173,10 @@ def measure_table(
                 log(f"  {name} at {per_s:g}/s: {_short(point)} {point['end'] or ''}")
             return point
 
-        for server in shown:
-            log(f"{table['title']}: {server.label} starts")
-            attempt(server.name, partial(start, server))
+        log(f"{table['title']}: {', '.join(server.label for server in shown)} start")
+        with ThreadPoolExecutor(1 if device == "cpu" else len(shown)) as pool:  # A GPU's machine has cores for all.
+            list(pool.map(lambda server: attempt(server.name, partial(start, server)), shown))
+        running = {server.name: running[server.name] for server in shown if server.name in running}
         bare = BareSteps(given[0], device)
         stack.callback(bare.close)
         time.sleep(SETTLE_SECONDS)
@@ -197,7 +199,7 @@ def measure_table(
 
 def failed(error: Exception) -> Json:
     """Describe a failure, without paths of this machine."""
-    reason = str(error).replace(str(ROOT), "")[:600]
+    reason = str(error).replace(str(ROOT), "")[-600:]
     log(f"  failed: {reason}")
     return {"failed": reason}
 
@@ -225,6 +227,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--seconds", type=float, default=2.0, help="length of a phase")
     cli.add_argument("--rounds", type=int, default=5, help="closed loops of every server")
     cli.add_argument("--sweeps", type=int, default=3, help="curves of every server")
+    cli.add_argument("--load", type=float, metavar="PART", help="also Poisson arrivals at this part of its own peak")
     cli.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of every server")
     cli.add_argument("--out", type=Path, default=RESULTS)
     cli.add_argument("--installed", action="store_true", help="install nothing, leave out what is not there")

@@ -24,8 +24,7 @@ def fragment(record: Json) -> str:
             f"### {title[0].upper()}{title[1:]}",
             f"{table.get('served', CASES[table['case']])}.",
             _servers(record, table),
-            f"p50/p99 in ms at equal load, {title}:",
-            _curves(table),
+            *([f"p50/p99 in ms at equal load, {title}:", _curves(table)] if record["sweeps"] else []),
         ]
     plot = f"![p99 over arrival rate]({name_of(record['device'])}.svg)"
     return "\n\n".join(
@@ -66,6 +65,12 @@ def of_bare(table: Json, found: Json, phase: str) -> list[float]:
         maximum = images_per_s(steps, batch) if phase == "closed" and batch else best_images_per_s(steps)
         ratios.append(turn[phase]["images_per_s"] / maximum)
     return ratios
+
+
+def of_best(table: Json, found: Json) -> list[float]:
+    """Return images/s of the closed loop over those of the fastest bare step at its best batch, in every round."""
+    pairs = zip(found["rounds"], table["bare"], strict=True)
+    return [turn["closed"]["images_per_s"] / best_images_per_s(bare["step_ms"]) for turn, bare in pairs]
 
 
 def goal(found: Json) -> float:
@@ -126,7 +131,9 @@ def _summary(record: Json) -> str:
 def _servers(record: Json, table: Json) -> str:
     many, on_gpu = table["case"] == COMPUTE, record["device"] != "cpu"
     header = ["server", "backend", "images/s", "psc ÷ it", "p50", "p99", "mean batch", "server CPU", "client CPU"]
-    header += ["GPU busy"] if on_gpu else []
+    loaded = record.get("load")
+    header += ["GPU busy", "÷ bare step"] if on_gpu else []
+    header += [f"p99 at {loaded:.0%} of its peak"] if loaded else []
     header += ["unloaded p50", "start"]
     header += [f"images/s, {record['many']['images']} a request"] if many else []
     finished, rows = ran(table), []
@@ -144,7 +151,8 @@ def _servers(record: Json, table: Json) -> str:
             *(f"{_middle(found, 'closed', key):,.1f} ms" for key in ("p50_ms", "p99_ms")),
             f"{_middle(found, 'closed', 'mean_batch'):.1f}" if "mean_batch" in found["rounds"][0]["closed"] else "",
             *(f"{_cpu_ms(found, side):.2f} ms" for side in ("server", "client")),
-            *([_gpu(found)] if on_gpu else []),
+            *([_gpu(found), spread(of_best(table, found))] if on_gpu else []),
+            *([f"{_middle(found, 'loaded', 'p99_ms'):,.1f} ms"] if loaded else []),
             f"{_middle(found, 'unloaded', 'p50_ms'):,.1f} ms",
             f"{found['start_s']:.1f} s",
         ]

@@ -30,7 +30,11 @@ CASES = {  # What each case sends and serves.
     COMPUTE: "PNG digits of 28 × 28; the shipped Dirty-MNIST ResNet-18",
 }
 
-OURS = ("psc", "psc-workers")  # The names of ``psc-serve``.
+WORKERS = {2: "psc-workers", 4: "psc-workers-4", 8: "psc-workers-8"}  # By the number of processes.
+
+OURS = ("psc", *WORKERS.values())  # The names of ``psc-serve``.
+
+CPUS = os.cpu_count() or 1
 
 HOME = ROOT / "out" / "peers"  # The folder of bundles and of the peers' environments.
 
@@ -73,7 +77,9 @@ class Server:
         if self.name in OURS:
             return clean
         chosen = self.options.get(PHOTOGRAPHS if case == DECODED else case, {})
-        options = {"THREADS": (os.cpu_count() or 1) if case == COMPUTE else 1, **chosen}
+        options = {"THREADS": CPUS if case == COMPUTE else 1, **chosen}
+        if device != "cpu":  # Their processes decode, so that they are as many as keep the cores busy.
+            options |= {name: max(options[name], CPUS // 2) for name in ("COPIES", "FRONTS") if name in options}
         options["PILLOW"] = int(self.resizer(case) == "pillow")
         clean |= {"OMP_NUM_THREADS": str(options["THREADS"]), **self.environment}
         clean |= {f"BENCH_{name}": str(value) for name, value in options.items()}
@@ -124,7 +130,7 @@ def installed(name: str, requirement: str, home: Path = HOME) -> Path:
 def versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
     """Return the versions of ``packages`` in an interpreter's environment, or else in this one's."""
     sites = [str(site) for site in python.parents[1].glob("lib/python*/site-packages")]
-    found = {name: next(iter(distributions(name=name, path=[*sites, PURELIB])), None) for name in packages}
+    found = {name: next(iter(distributions(name=name, path=[*sites, PURELIB, *sys.path])), None) for name in packages}
     return {name: distribution.version for name, distribution in found.items() if distribution is not None}
 
 
@@ -154,12 +160,16 @@ _WEB = ("fastapi", "uvicorn")
 
 SERVERS: tuple[Server, ...] = (  # The servers, in the order of the tables.
     Server("psc", "psc-serve", _PSC, "default", packages=_WEB, many="/predict"),
-    Server(
-        "psc-workers",
-        "psc-serve, 2 workers",
-        (*_PSC, "--workers=2"),
-        "`--workers 2`: one process and one torch thread a core, each with its own model",
-        packages=_WEB,
+    *(
+        Server(
+            name,
+            f"psc-serve, {count} workers",
+            (*_PSC, f"--workers={count}"),
+            f"`--workers {count}`: processes that each have their own model and their part of the cores",
+            packages=_WEB,
+        )
+        for count, name in WORKERS.items()
+        if count == 2 or count <= CPUS // 2  # Each has two cores, but for the first.
     ),
     Server(
         "mosec",
