@@ -136,7 +136,8 @@ class ClassificationPolicy(BasePolicy):
                 f"{self.ambiguity_threshold:.4g} nats, was not chosen by their errors"
             )
         else:
-            found = f"of the accepted images at most {100 * self.risk:.3g} % are wrong (95 % confidence)"
+            rate = f"{100 * self.risk:.3g} %"
+            found = f"of accepted images like the calibration images at most {rate} are wrong (95 % confidence)"
             if self.risk > RISKS[0] and metrics.get("risk_asked") is None:
                 found += f"; no lower rate could be shown{describe_accuracy(metrics)}"
         return guessing(metrics) + found

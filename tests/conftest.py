@@ -69,8 +69,9 @@ THOROUGH = (
     "/across/", "/attacks/", "/browser/", "/deploy/", "/docs/", "/nightly/", "/app/test_healthcheck.py",
     "/app/test_server.py", "/cli/test_fit_on_gpu.py", "/cli/test_job.py", "/fitting/test_calibrate.py",
     "/fitting/test_checkpoint.py", "/fitting/test_distributed.py", "/fitting/test_in_memory.py",
-    "/fitting/test_memory.py", "/fitting/test_recalibrate.py", "/fitting/test_stored_images.py", "/network/test_export.py",
-    "/network/test_onnx.py", "/psc_core/test_allocator.py", "/psc_core/test_bundle_format.py",
+    "/fitting/test_memory.py", "/fitting/test_recalibrate.py", "/fitting/test_stored_images.py",
+    "/network/test_export.py", "/network/test_onnx.py", "/psc_core/test_allocator.py",
+    "/psc_core/test_bundle_format.py",
     "/tests/test_examples.py", "/tests/test_openapi.py", "/tests/test_serving_imports.py", "/tests/test_shipped.py",
 )  # fmt: skip
 

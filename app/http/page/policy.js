@@ -2,6 +2,7 @@
 
 import { number, outOf } from "./format.js";
 import { taskOf } from "./tasks.js";
+import { sentence } from "./why.js";
 
 const LARGEST_ALPHA = 0.5;
 const element = (id) => document.getElementById(id);
@@ -35,7 +36,10 @@ export function showPolicy(policy, model, images) {
   showSlider("limit", limit / highest, isOff ? "off" : limit < 0 ? "all" : task.limitShare(limit, model));
   sliders.limit.title = isOff || limit < 0 ? "" : task.limitText(limit, model);
   element("handed").textContent = handed(policy, model);
-  element("own").hidden = Object.keys(policy).every((name) => policy[name] === model.policy[name]);
+  const own = Object.keys(policy).every((name) => policy[name] === model.policy[name]);
+  element("own").hidden = own;
+  const note = model.notes[0] ?? "";
+  element("headline").textContent = sentence(own ? note : `by the model's own limits, ${note}`);
 }
 
 function showSlider(name, position, text) {
@@ -53,6 +57,7 @@ function handed(policy, model) {
   const { fraction, rest } = taskOf(model).handed(policy, model.calibration.entropy_quantiles);
   const unclear = Math.min(Math.round(of * fraction), of - unusual);
   const images = (count) => `${policy.risk ? promise : "About"} ${count} in ${of.toLocaleString("en")} ordinary images go to a person`;
-  if (unclear > 0) return `${images(unusual + unclear)}: ${unclear} unclear, up to ${unusual} unusual by mistake.`;
-  return `${images(unusual)}, unusual by mistake${rest}.`;
+  const unshown = model.policy.risk && !policy.risk ? " How many answers are wrong is known at the model's own limits alone." : "";
+  if (unclear > 0) return `${images(unusual + unclear)}: ${unclear} unclear, up to ${unusual} unusual by mistake.${unshown}`;
+  return `${images(unusual)}, unusual by mistake${rest}.${unshown}`;
 }
