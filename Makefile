@@ -9,7 +9,10 @@ CPU    ?=
 PIP    := $(BIN)/pip install --disable-pip-version-check --constraint requirements.lock \
           $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: serve test test-all check lint types layers docs rules workflows nightly attack soak audit sbom gpu bench bench-more paper clean
+.PHONY: help serve test test-all check lint types layers docs rules workflows nightly attack soak audit sbom gpu bench bench-more paper clean
+
+help:                           ## what can be made
+	@sed -n "s/^\([a-z-]*\):.*## /\1\t/p" $(MAKEFILE_LIST) | expand -t 12
 
 serve: $(VENV)/.serve           ## set up everything and serve the shipped bundle on http://127.0.0.1:8000
 	$(BIN)/psc-serve --bundle $(BUNDLE) --port $(PORT)

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, get_args
@@ -34,7 +34,7 @@ from psc_core.answers import (
     Coverage,
     MaxWidth,
 )
-from psc_core.errors import UsageError, fault
+from psc_core.errors import UsageError, fault, hint
 from psc_core.images.decode import DEFAULT_MAX_PIXELS, PILLOW_MAX_PIXELS
 from psc_core.settings import Backend
 
@@ -68,14 +68,18 @@ def is_service_link(value: object) -> bool:
     return isinstance(value, str) and _SERVICE_LINK.match(value) is not None
 
 
-def check_environment(names: Container[str]) -> None:
+_LISTED = "`psc-serve --help-all` lists them"
+
+
+def check_environment(names: Collection[str]) -> None:
     """Refuse environment variables with the prefix that are not settings."""
     for variable, value in os.environ.items():
         name = variable.removeprefix(ENV_PREFIX).lower()
         if not variable.startswith(ENV_PREFIX) or NOT_SETTINGS.fullmatch(variable) or name in names:
             continue
         if not (name.endswith("port") and is_service_link(value)):
-            raise UsageError(f"unknown setting {variable} in the environment; `psc-serve --help-all` lists them")
+            known = [f"{ENV_PREFIX}{each.upper()}" for each in names]
+            raise UsageError(f"unknown setting {variable} in the environment; {hint(variable, known, _LISTED)}")
 
 
 def read_config(flag: str | Path | None) -> dict[str, Any]:
@@ -353,6 +357,6 @@ def _number(text: str) -> float:
 def _sentence(item: Any) -> str:
     where = str(item["loc"][0]) if item["loc"] else ""
     if item["type"] == "extra_forbidden":
-        return f"unknown setting {where!r}; `psc-serve --help-all` lists them"
+        return f"unknown setting {where!r}; {hint(where, [*Settings.model_fields], _LISTED)}"
     shown = where and SecretStr not in get_args(Settings.model_fields[where].annotation)
     return fault(item, "setting") + (f", got {item['input']!r}" if shown else "")

@@ -22,13 +22,20 @@ NNGUIDE_BANK = 0.01  # The fraction of the training images that NNGuide compares
 NNGUIDE_NEIGHBOURS = 100
 
 
-def version() -> str:
-    return importlib.metadata.version("pytorch-ood")
+def version() -> str | None:
+    """Return the library's version; None if it is not installed (``pip install '.[bench]'``)."""
+    try:
+        return importlib.metadata.version("pytorch-ood")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def fit_peers(train: Penultimate, output: nn.Linear, seed: int) -> tuple[list[Detector], dict[str, str]]:
     fitted: list[Detector] = []
     failed: dict[str, str] = {}
+    if version() is None:
+        print("pytorch-ood is not installed, so its detectors are left out: pip install '.[bench]'")
+        return fitted, {"pytorch-ood": "not installed"}
     for name, build in _builders(train, output, seed).items():
         try:
             fitted.append(Detector(name, "pytorch-ood", build()))

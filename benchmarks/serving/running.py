@@ -237,7 +237,14 @@ def counted(folder: Path) -> tuple[int, int]:
     return sum(steps for steps, _ in pairs), sum(images for _, images in pairs)
 
 
-def check_answer(server: Server, answer: Json, bundle: Path, image: bytes, resizer: str, tolerance: float) -> None:
+def check_answer(
+    server: Server,
+    answer: Json,
+    bundle: Path,
+    image: bytes,
+    resizer: str = "torch",
+    tolerance: float = TOLERANCE,
+) -> None:
     """Check that a server answers like the library with the same ``resizer``."""
     psc = PSC.load(bundle, device="cpu", allow_factories=[FACTORY])
     expected = psc.predict(torch.from_numpy(replace(psc.preprocess, resizer=resizer).from_bytes(image))[None])

@@ -6,7 +6,21 @@ import sys
 from importlib.metadata import distribution
 from typing import Any, Final
 
+from psc_core import __version__
+from psc_core.errors import hint
+
 _PREFIX: Final = "psc-"
+_DOES: Final = {
+    "fit": "fit uncertainty to a trained network, and write a bundle",
+    "serve": "serve a bundle: a page, POST /predict, /metrics",
+    "predict": "send images to a service",
+    "eval": "measure a bundle on images of your own",
+    "score": "write the answers to many images",
+    "report": "write the report of a bundle again",
+    "log": "list, label and export what a service has logged",
+    "recalibrate": "compute new thresholds from labelled images",
+    "replay": "show which logged answers other thresholds would change",
+}
 
 
 def main() -> Any:
@@ -17,11 +31,10 @@ def main() -> Any:
     if name in commands:
         sys.argv = [f"{_PREFIX}{name}", *sys.argv[2:]]
         return commands[name].load()()
-    listed = (
-        f"usage: psc COMMAND [flag ...]\n\ncommands: {', '.join(sorted(commands))}; psc COMMAND --help explains one"
-    )
-    if name in ("-h", "--help"):
-        print(listed)
+    listed = "\n".join(f"  {each:<12} {does}" for each, does in _DOES.items() if each in commands)
+    usage = f"usage: psc COMMAND [flag ...]\n\n{listed}\n\npsc COMMAND --help explains one"
+    if name in ("-h", "--help", "--version"):
+        print(f"psc {__version__}" if name == "--version" else usage)
         return 0
-    print(f"psc: no command {name!r}\n{listed}", file=sys.stderr)
+    print(f"psc: no command {name!r}; {hint(name, [*commands])}", file=sys.stderr)
     return 2

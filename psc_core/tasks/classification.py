@@ -479,7 +479,9 @@ class Classification(Task):
             return FirstEvaluation(text, GUESSES)
         if of_val < of_train - ACCURACY_GAP:
             return FirstEvaluation(
-                text, "validation images are much harder for it; are they prepared as the training images?"
+                text,
+                "validation images are much harder for it: it has learnt the training images by heart "
+                "(overfitting), or they are prepared in another way",
             )
         return FirstEvaluation(f"{text}; if it should be higher, check the preprocessing")
 
@@ -547,12 +549,14 @@ def _shown(errors: Errors, asked: float | None, *, or_higher: bool) -> tuple[flo
     found = errors.lowest(risks)
     if found is None and asked is not None and not or_higher:
         other = errors.lowest(RISKS)
-        remedy = "with risk auto nothing is accepted" if other is None else f"risk auto takes {other[0]:g}"
+        remedy = f"risk auto takes {other[0]:g}" if other else "with risk auto nothing is accepted"
+        if not other and (higher := errors.lowest([percent / 100 for percent in range(21, 100)])):
+            remedy = f"the lowest that can be shown is {higher[0]:g}; {remedy}"
         wrong, count = (int(part[-1]) if len(part) else 0 for part in (errors.wrong, errors.accepted))
         raise UsageError(
             f"a risk of {asked:g} cannot be shown with {count} images, of which {wrong} are wrong: no entropy "
-            f"threshold keeps it (at least {fewest_to_show(asked)} images and few errors); {remedy} (--risk "
-            "auto, in Python risk=None)"
+            f"threshold keeps it, which takes at least {fewest_to_show(asked)} accepted images with few errors; "
+            f"{remedy} (--risk auto, in Python risk=None)"
         )
     return found or (None, ACCEPTS_NOTHING)
 

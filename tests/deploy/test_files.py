@@ -18,7 +18,7 @@ from app.cli import settings_from
 from app.main import create_app
 from app.metrics import METRICS, Metric
 from app.settings import Settings, load_settings
-from tests.conftest import ROOT
+from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.deploy.tools import DEPLOY, checked, program
 
 PROMETHEUS = "Debian package prometheus"
@@ -118,7 +118,14 @@ def test_a_profile_of_compose_has_one_service_that_prometheus_reaches(profile: s
 def test_compose_runs_the_service_locked_down(name: str) -> None:
     service = load("docker-compose.yml")["services"][name]
     hardened = {"read_only": True, "tmpfs": ["/tmp"], "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
-    assert service.items() >= {"build": ".", "ports": ["8000:8000"], **hardened}.items()
+    assert {key: service[key] for key in hardened} == hardened
+    assert service["ports"] == ["${PUBLISH:-127.0.0.1:8000}:8000"], "no other machine is let in unasked"
+    (volume,) = service["volumes"]
+    assert volume == f"${{BUNDLE:-./{SHIPPED_BUNDLE.relative_to(ROOT)}}}:{service['environment']['PSC_BUNDLE']}:ro"
+    context = service["build"]
+    assert (
+        context == "." if name == "psc-gpu" else context["context"] == "." and "cpu" in context["args"]["TORCH_INDEX"]
+    )
     assert "healthcheck" not in service, "the image has it; here it could only be switched off"
     assert int(service["stop_grace_period"].removesuffix("s")) > DEFAULTS.drain_seconds + 2
 

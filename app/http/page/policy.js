@@ -1,4 +1,4 @@
-// The two sliders: their thresholds, and the cost of these on in-distribution images.
+// The two sliders, both stricter to the right: their thresholds, and the cost of these on in-distribution images.
 
 import { number, outOf } from "./format.js";
 import { taskOf } from "./tasks.js";
@@ -22,7 +22,8 @@ export function chosen(policy, model, images, slider) {
   const task = taskOf(model);
   const { highest } = axisOf(model, images);
   const lowest = (task.lowest * highest) / STEPS;
-  return { ...policy, ...task.unshown, [task.threshold]: position === 1 ? task.off(highest) : rounded(Math.max(lowest, position * highest)) };
+  const limit = position === 0 ? task.off(highest) : rounded(Math.max(lowest, (1 - position) * highest));
+  return { ...policy, ...task.unshown, [task.threshold]: limit };
 }
 
 export function showPolicy(policy, model, images) {
@@ -33,7 +34,7 @@ export function showPolicy(policy, model, images) {
   element("limit-name").textContent = task.thresholdName;
   showSlider("alpha", Math.log(policy.alpha / smallest) / Math.log(LARGEST_ALPHA / smallest), `${number(100 * policy.alpha)}\u00a0%`);
   const isOff = task.isOff(limit, highest);
-  showSlider("limit", limit / highest, isOff ? "off" : limit < 0 ? "all" : task.limitShare(limit, model));
+  showSlider("limit", 1 - limit / highest, isOff ? "off" : limit < 0 ? "all" : task.limitShare(limit, model));
   sliders.limit.title = isOff || limit < 0 ? "" : task.limitText(limit, model);
   element("handed").textContent = handed(policy, model);
   const own = Object.keys(policy).every((name) => policy[name] === model.policy[name]);
@@ -43,7 +44,7 @@ export function showPolicy(policy, model, images) {
 }
 
 function showSlider(name, position, text) {
-  if (document.activeElement !== sliders[name]) sliders[name].value = Math.round(STEPS * Math.min(1, position));
+  if (document.activeElement !== sliders[name]) sliders[name].value = Math.round(STEPS * Math.max(0, Math.min(1, position)));
   sliders[name].setAttribute("aria-valuetext", text);
   element(`${name}-text`).textContent = text;
 }

@@ -50,7 +50,7 @@ async function look() {
   } catch ({ status, message }) {
     turnTo(null);
     element("review-key-form").hidden = status !== 401;
-    say(message);
+    say(status === 401 ? "Enter the key that your administrator gave you." : message);
   }
 }
 
