@@ -200,8 +200,11 @@ class Compute:
 
     @property
     def device_memory(self) -> int:
-        """Return ``max_memory``, or a quarter of a GPU's free memory if that is more, for what changes no result."""
-        if self.device.type != "cuda" or self.max_memory < MAX_MEMORY:
+        """Return ``max_memory``, or a quarter of a GPU's free memory if that is more, for what changes no result.
+
+        Several processes might see different amounts, but have to make the same passes.
+        """
+        if self.device.type != "cuda" or self.max_memory < MAX_MEMORY or self.world > 1:
             return self.max_memory
         return max(self.max_memory, torch.cuda.mem_get_info(self.device)[0] // 4)
 

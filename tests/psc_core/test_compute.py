@@ -178,6 +178,7 @@ def test_memory_of_what_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> No
     assert Compute(torch.device("cuda")).device_memory == 20 << 30
     assert Compute(torch.device("cuda"), max_memory=40 << 30).device_memory == 40 << 30
     assert Compute(torch.device("cuda"), max_memory=1 << 20).device_memory == 1 << 20  # Asked for, so kept.
+    assert Compute(torch.device("cuda"), world=2).device_memory == MAX_MEMORY
 
 
 class Stream:
