@@ -80,7 +80,7 @@ def labels(log: Log) -> list[tuple[str, str | None]]:
 def test_keys_label_and_take_back(driver: Driver, url: str, log: Log) -> None:
     driver.get(f"{url}/#review")
     driver.execute_script("sessionStorage.clear(); location.reload()")
-    until(lambda: says(driver, "#review-status", "needs an API key"))
+    until(lambda: says(driver, "#review-status", "Enter the key"))
     for key in ("wrong", "reviewer"):
         find(driver, "#review-key")[0].send_keys(key + ENTER)
         until(lambda key=key: says(driver, "#review-status", "is not accepted" if key == "wrong" else "0 of 4"))

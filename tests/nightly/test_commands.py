@@ -64,7 +64,7 @@ def commands(document: str) -> list[str]:
 
 
 def is_run(command: str) -> bool:
-    first = command.split()[0]
+    first = next(word for word in command.split() if not re.match(r"[A-Z]+=", word))  # after variables for it alone
     return first not in ELSEWHERE and not first.startswith("out/") and "--ray" not in command
 
 

@@ -20,6 +20,8 @@ export function useFeedbackKey(key) {
   sessionStorage.setItem(FEEDBACK_KEY, key);
 }
 
+export const hasFeedbackKey = () => (sessionStorage.getItem(FEEDBACK_KEY) ?? sessionStorage.getItem(KEY)) !== null;
+
 async function request(path, options = {}, role = KEY) {
   const key = sessionStorage.getItem(role) ?? sessionStorage.getItem(KEY); // An admin key has every role.
   const headers = { ...options.headers, ...(key && { "X-API-Key": key }) };

@@ -1,6 +1,6 @@
 // The review queue: logged images, one at a time, which a person with a key for feedback labels by a key or a tap.
 
-import { getLoggedImage, getUnreviewed, sendLabel, useFeedbackKey } from "./api.js";
+import { getLoggedImage, getUnreviewed, hasFeedbackKey, sendLabel, useFeedbackKey } from "./api.js";
 import { DECISIONS } from "./decide.js";
 import { SMALL_PIXELS } from "./grid.js";
 import { taskOf } from "./tasks.js";
@@ -50,7 +50,7 @@ async function look() {
   } catch ({ status, message }) {
     turnTo(null);
     element("review-key-form").hidden = status !== 401;
-    say(status === 401 ? "Enter the key that your administrator gave you." : message);
+    say(status === 401 && !hasFeedbackKey() ? "Enter the key that your administrator gave you." : message);
   }
 }
 

@@ -1,6 +1,14 @@
 """What the tests of the command lines share."""
 
+import re
+from pathlib import Path
+
 import pytest
+
+
+def undated(report: Path) -> str:
+    """Return a file's text without dates, which change at midnight."""
+    return re.sub(r"\b20\d\d-\d\d-\d\d\b", "date", report.read_text())
 
 
 def run(capsys: pytest.CaptureFixture[str], main, args: list[str]) -> tuple[int, str, str]:  # type: ignore[no-untyped-def]

@@ -13,7 +13,10 @@ from tests.pretend_gpu import GPU, pretend_gpu
 
 
 @pytest.mark.parametrize("words", [(), ("--head=duq", "--precision=bf16"), ("--head=sngp", "--density=gda")])
-def test_classifiers(tiny_job: TinyJob, tiny_bundle: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_classifiers(
+    tiny_job: TinyJob, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("psc_core.heads.sngp.FEATURES", 64)
     fitted = on_gpu(tiny_job, tmp_path, words)
     if not words:
         chosen = json.loads((tiny_bundle / "manifest.json").read_text())
