@@ -155,7 +155,7 @@ class Scorer(nn.Module):
             lambda: self.head.score(embedding.head_input, embedding.output),
             *([lambda: -texture(early).log_density] if texture is not None and early is not None else []),
         )
-        scores = {**scores, "log_density": density, **dict(zip([TEXTURE], unlike, strict=False))}
+        scores = {**scores, "log_density": density, **({TEXTURE: unlike[0]} if unlike else {})}
         return Scored(scores, probabilities)
 
     def forward(self, images: Images) -> Scored:

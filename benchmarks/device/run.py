@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -146,6 +146,7 @@ class Measurement:
         self.subject = subject
         self.device = device
         self.limits = limits
+        self.precisions = tuple(limits["operations_per_s"])
         self.quick = quick
         self.net = subject.network()
         self.shape = (subject.preprocess.channels, subject.size, subject.size)
@@ -179,7 +180,7 @@ class Measurement:
     def cells(self) -> list[Json]:
         """Return the PSC and the original network by precision, mode and bucket."""
         rows = []
-        for precision in PRECISIONS[self.device.type]:
+        for precision in self.precisions:
             variants: dict[str, Any] = {"psc": self.psc(precision), **self.plain(precision)}  # Loading turns TF32 off.
             if self.subject.many_classes:
                 variants["psc_tied"] = self.psc(precision, "tied")
@@ -269,7 +270,7 @@ class Measurement:
         mode = MODES[device.type][0]
         images = self.images(bucket).numpy()
         rows = []
-        for precision in PRECISIONS[device.type] if device.type == "cuda" else ("fp32",):
+        for precision in self.precisions if device.type == "cuda" else ("fp32",):
             kind = _served(precision)
             own = [unfused(self.net, kind, device) for _ in range(MEMBERS)]
             members = [fused(self.net, s.layer, kind, device) for _ in range(MEMBERS)]
@@ -314,10 +315,10 @@ def _served(precision: str) -> Precision:
     return "bf16" if precision == "bf16" else "fp32"
 
 
-def limits_of(device: torch.device) -> Json:
+def limits_of(device: torch.device, precisions: Sequence[str]) -> Json:
     """Measure the speed of a plain matrix product and of a plain copy on the device."""
     speeds = {}
-    for precision in PRECISIONS[device.type]:
+    for precision in precisions:
         with tensor_cores(precision == "tf32"):
             speeds[precision] = peak(device, torch.bfloat16 if precision == "bf16" else torch.float32)
     return {"operations_per_s": speeds, "bytes_per_s": bandwidth(device)}
@@ -329,7 +330,8 @@ def main(argv: list[str] | None = None) -> None:
     cli = plain_parser(__doc__)
     cli.add_argument("--device", default="auto")
     cli.add_argument("--only", nargs="+", choices=parts, metavar="NAME", default=parts, help=", ".join(parts))
-    cli.add_argument("--precisions", nargs="+", help="only these of fp32, tf32, bf16")
+    every = PRECISIONS["cuda"]
+    cli.add_argument("--precisions", nargs="+", choices=every, default=every, help=", ".join(every))
     cli.add_argument("--quick", action="store_true", help="three rounds of batches of one image, to try the script")
     cli.add_argument("--missing", action="store_true", help="only what the results do not have yet")
     cli.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="results (default: benchmarks/results)")
@@ -343,10 +345,8 @@ def main(argv: list[str] | None = None) -> None:
         "command": f"python -m benchmarks.device.run --device {device.type}",
         "environment": environment(device),
     }
-    PRECISIONS[device.type] = tuple(
-        name for name in PRECISIONS[device.type] if name in (args.precisions or PRECISIONS[device.type])
-    )
-    limits = limits_of(device)
+    precisions = tuple(name for name in PRECISIONS[device.type] if name in args.precisions)
+    limits = limits_of(device, precisions)
     for name in (name for name in args.only if name not in have):
         print(f"{datetime.now(UTC):%H:%M:%S} {name}", flush=True)
         if name == "tail":

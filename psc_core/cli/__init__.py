@@ -31,7 +31,7 @@ def main() -> Any:
     if name in commands:
         sys.argv = [f"{_PREFIX}{name}", *sys.argv[2:]]
         return commands[name].load()()
-    listed = "\n".join(f"  {each:<12} {does}" for each, does in _DOES.items() if each in commands)
+    listed = "\n".join(f"  {each:<12} {does}" for each, does in _DOES.items())
     usage = f"usage: psc COMMAND [flag ...]\n\n{listed}\n\npsc COMMAND --help explains one"
     if name in ("-h", "--help", "--version"):
         print(f"psc {__version__}" if name == "--version" else usage)

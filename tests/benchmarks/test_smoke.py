@@ -70,7 +70,7 @@ def test_a_step_of_the_device_is_measured(tmp_path: Path, monkeypatch: pytest.Mo
     limits = {"operations_per_s": {"fp32": 1e11, "bf16": 1e11}, "bytes_per_s": 1e10}
     for module in (run, report):
         monkeypatch.setattr(module, "SUBJECTS", (tiny,))
-    monkeypatch.setattr(run, "limits_of", lambda _: limits)
+    monkeypatch.setattr(run, "limits_of", lambda *_: limits)
     run.main(["--device", "cpu", "--quick", "--only", "tiny", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "device-cpu.json").read_text())["subjects"]["tiny"]
     assert [(cell["precision"], cell["bucket"]) for cell in found["cells"]] == [("fp32", 1), ("bf16", 1)]

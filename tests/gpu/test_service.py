@@ -163,8 +163,8 @@ def test_reloads_under_load_lose_no_request_and_no_memory() -> None:
             assert {each.result().status_code for each in pending} == {200}
             gc.collect()
             held.append(torch.cuda.memory_allocated(DEVICE))
-    print("held:", [round(size / (1 << 20)) for size in held])
-    assert held[-1] <= 1.1 * held[3], held
+    # Each stream and handle of cuBLAS has a workspace of 32 MiB; after four reloads all have theirs.
+    assert held[-1] <= 1.01 * held[3] and held[-1] - held[0] < 10 * (32 << 20), held
 
 
 def test_metrics_have_the_gpu() -> None:

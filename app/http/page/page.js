@@ -14,7 +14,6 @@ import { chosen, showPolicy } from "./policy.js";
 import { save, toCsv, toJson } from "./save.js";
 import { taskOf } from "./tasks.js";
 import { offerViews, startViews } from "./views.js";
-import { sentence } from "./why.js";
 
 const PARALLEL = 4;
 const RETRY_MILLISECONDS = 1000;
@@ -55,7 +54,6 @@ async function loadModel(name = null) {
   view.policy = { ...model.policy };
   element("model").textContent = `${model.name} · version ${model.version.slice(0, 12)} · ${taskOf(model).summary(model)} · layer ${model.layer} · α = ${model.policy.alpha}`;
   element("recognises").textContent = taskOf(model).recognises(model);
-  element("headline").textContent = sentence(model.notes[0] ?? "");
   element("expects").textContent = expects(model.input);
   fill("models", model.models, model.name);
   fill("rivals", model.models.filter((each) => each !== model.name), view.rival?.name, "nothing");

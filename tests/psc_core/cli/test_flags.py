@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from importlib.metadata import distribution
 
 import pytest
 
@@ -18,6 +19,7 @@ def test_help_the_version_and_usage_errors_import_no_torch(command: str) -> None
     module, function = command.split(".")
     program = f"""
 import sys
+from importlib.metadata import distribution
 from psc_core.cli.{module} import {function} as main
 for flag in {[*ENDS]}:
     try:
@@ -39,6 +41,7 @@ def test_psc_runs_the_other_commands(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr("sys.argv", ["psc", "--help"])
     assert psc() == 0
     listed = capsys.readouterr().out
-    assert all(name in listed for name in ("eval", "predict", "recalibrate"))
+    names = {point.name.removeprefix("psc-") for point in distribution("psc").entry_points} - {"psc"}
+    assert names == {line.split()[0] for line in listed.splitlines() if line.startswith("  ")}
     monkeypatch.setattr("sys.argv", ["psc", "nothing"])
     assert psc() == 2 and "nothing" in capsys.readouterr().err
