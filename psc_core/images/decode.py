@@ -282,9 +282,7 @@ class OpenImage:
         if not HAS_SIMPLEJPEG or image.format != "JPEG" or image.mode != mode or not _agrees():
             return None
         try:
-            if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-                return None
-            return _decode(self.data, mode)
+            return _decode(self.data, mode) if _is_upright(image) else None
         except Exception:  # Pillow decides what is wrong with the file, if anything
             return None
 
@@ -310,7 +308,7 @@ def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImag
         raise UnsupportedImage(f"expected one of {', '.join(IMAGE_FORMATS)}, got {other_format(data)}") from error
     _scale_transparent(image)
     width, height = image.size
-    run_length = any(tile.codec_name == "bmp_rle" for tile in image.tile)
+    run_length = image.format == "BMP" and any(tile.codec_name == "bmp_rle" for tile in image.tile)
     cost = width * height * (_RUN_LENGTH_COST if run_length else 1)
     check_pixels(width, height, max_pixels // _RUN_LENGTH_COST if run_length else max_pixels)
     if run_length:
@@ -332,7 +330,8 @@ def to_grey_or_rgb(image: Image.Image, background: str = BACKGROUNDS[0], data: b
     Grey samples of more than 8 bits are scaled by what the image says of them, never by its brightest pixel: a TIFF by
     its tags, other 16-bit samples from 0 … 65535, floating-point samples from 0 … 1.
 
-    An error tells what the file is from its content ``data``; with the background ``"none"`` alpha is dropped.
+    An error tells what the file is from its content ``data``; with the background ``"none"`` alpha is dropped.  An
+    upright image of these modes without transparency is returned itself, not a copy, which would cost a pass over it.
     """
     width, height = image.size
     if not width * height:
@@ -372,6 +371,8 @@ def _grey_or_rgb(image: Image.Image, samples_of: _Samples | None, background: st
     transparent = image.info.get("transparency")
     if image.format is None and not (image.mode == "P" and isinstance(transparent, int | bytes)):
         transparent = None
+    if samples_of is None and image.mode in ("L", "RGB") and "transparency" not in image.info and _is_upright(image):
+        return image
     image = ImageOps.exif_transpose(image)
     if samples_of is not None:
         samples = np.asarray(image)
@@ -392,6 +393,10 @@ def _grey_or_rgb(image: Image.Image, samples_of: _Samples | None, background: st
         return image.convert("L" if image.mode == "1" else "RGB")
     except ValueError as error:
         raise UnsupportedImage(f"a Pillow image of mode {image.mode} is not read; {CONVERT}") from error
+
+
+def _is_upright(image: Image.Image) -> bool:
+    return bool(image.getexif().get(ExifTags.Base.Orientation, 1) == 1)
 
 
 def _widen_palette(image: Image.Image) -> None:

@@ -142,15 +142,13 @@ class Preprocess:
         """Resize ``samples`` (height, width, at least ``channels``) with PyTorch, then crop."""
         width, height = self._resized(samples.shape[1], samples.shape[0])
         left, top = (width - self.width) // 2, (height - self.height) // 2
-        # NumPy's views, not PyTorch's, which release the interpreter lock each time and then wait to get it back.  Not
-        # [None]: its stride is 0, with which PyTorch does not see channels last and unpacks the result in a slow loop.
-        planes = samples.reshape(1, *samples.shape).transpose(0, 3, 1, 2)
+        planes = samples.transpose(2, 0, 1)
         if (height, width) != samples.shape[:2]:
-            resized = functional.interpolate(
-                torch.from_numpy(planes), (height, width), mode=self.interpolation, antialias=True
-            )
-            planes = resized.numpy()
-        return np.ascontiguousarray(planes[0, : self.channels, top : top + self.height, left : left + self.width])
+            # NumPy's views, not PyTorch's, which release the interpreter lock each time and then wait to get it back.
+            # Not [None]: with its stride of 0 PyTorch does not see channels last and unpacks the result in a slow loop.
+            batch = torch.from_numpy(samples.reshape(1, *samples.shape).transpose(0, 3, 1, 2))
+            planes = functional.interpolate(batch, (height, width), mode=self.interpolation, antialias=True).numpy()[0]
+        return np.ascontiguousarray(planes[: self.channels, top : top + self.height, left : left + self.width])
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         """Return the (width, height) to which an image is resized before the crop."""
