@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, Unpack, cast
 
@@ -91,12 +92,12 @@ class FittedModel:
         """The unit of the epistemic uncertainty; empty where the original network classifies, which has none."""
         return self.task.epistemic_unit(self.pipeline.scorer.head)
 
-    @property
+    @cached_property
     def checks(self) -> tuple[str, ...]:
         """The names of the checks in the OOD score; empty if the model has none."""
         return self.pipeline.check_names
 
-    @property
+    @cached_property
     def score_names(self) -> tuple[str, ...]:
         return self.pipeline.scorer.head.score_names
 
