@@ -1,1 +1,1 @@
-"""The service: HTTP in front of one device thread per model. ``main.create_app`` is the only wiring."""
+"""The service: HTTP in front of the device threads of each model. ``main.create_app`` is the only wiring."""

@@ -130,8 +130,8 @@ class Settings(BaseSettings):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Device of the networks: `auto`, `cpu`, `cuda` or `cuda:N`."""
     threads: int | None = Field(None, ge=1, le=1024)
-    """Number of CPU threads of the network; unset: torch's choice divided by the workers, or one thread if a full batch
-    takes less than 2 ms."""
+    """Number of CPU threads of the network, which two batches at once share; unset: torch's choice divided by the
+    workers, or one thread if a full batch takes less than 2 ms."""
     backend: Literal["auto", Backend] = "auto"
     """Backend of the network on a CPU: `folded` (batch normalisation folded into convolutions), `plain`, `onnx` (ONNX
     Runtime, extra `psc[onnx]`); `auto` starts on the first, measures all and goes on with the fastest."""

@@ -23,7 +23,7 @@ oldest request has waited that long.
 *Patient.*  On a CPU, the step computes on the cores that decode images, so one batch fewer leaves more time for
 decoding.  A batch waits for the next decoded request as long as that costs its own requests less than it saves the
 others: ``fixed`` · coming / queued seconds after its last request, where ``fixed`` is the part of a batch's time that
-does not grow with its images.  It waits only if requests arrive closer together than that, and at most twice their
+does not grow with its images.  It waits only if requests arrive closer together than that, and at most four times their
 usual gap.  A request alone in the queue never waits.
 
 *Certain.*  Every request reaches FINISHED exactly once, and :meth:`Batcher.collect` hands it out exactly once.
@@ -39,7 +39,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -136,6 +136,7 @@ class DeviceBatch(NamedTuple):
     slices: list[RequestSlice]
     size: int
     taken_at: float
+    is_alone: bool = True  # whether no other batch runs, and none could be filled now
 
     def copy_images(self, buffer: Images) -> None:
         """Copy the images of the slices, in order, to the front of ``buffer``."""
@@ -178,14 +179,15 @@ class BatchTimes:
     A batch larger than any measured one is taken to last as long as the largest.
     """
 
-    def __init__(self, max_batch: int) -> None:
+    def __init__(self, max_batch: int, means: MutableSequence[float] | None = None) -> None:
         self._max_batch = max_batch
-        self._means: list[float | None] = [None] * (_size_class(max_batch) + 1)
+        # By the class of a batch's size, seconds; 0 for a class without a batch. Other processes may read them.
+        self._means: MutableSequence[float] = [0.0] * size_classes(max_batch) if means is None else means
 
     def add(self, size: int, seconds: float) -> None:
         """Record a batch of ``size`` images that the device has computed in ``seconds``."""
         index = _size_class(size)
-        self._means[index] = running_mean(self._means[index], seconds)
+        self._means[index] = running_mean(self._means[index] or None, seconds)
 
     def total(self, images: int) -> float:
         """Return the least time that this many images take, seconds; 0 before the first batch."""
@@ -199,7 +201,7 @@ class BatchTimes:
         It is the intercept of the line through the smallest and the largest measured size.
         """
         sizes = (min(1 << index, self._max_batch) for index in range(len(self._means)))
-        known = [(size, mean) for size, mean in zip(sizes, self._means, strict=True) if mean is not None]
+        known = [(size, mean) for size, mean in zip(sizes, self._means, strict=True) if mean]
         if len(known) < 2:
             return 0.0
         (few, quick), (many, slow) = known[0], known[-1]
@@ -210,9 +212,9 @@ class BatchTimes:
         smallest = _size_class(size)
         for larger in range(smallest, len(self._means)):
             seconds = self._means[larger]
-            if seconds is not None:
+            if seconds:
                 return seconds if larger == smallest else seconds * size / min(1 << larger, self._max_batch)
-        return next((mean for mean in reversed(self._means) if mean is not None), 0.0)
+        return next((mean for mean in reversed(self._means) if mean), 0.0)
 
 
 def _size_class(size: int) -> int:
@@ -220,8 +222,63 @@ def _size_class(size: int) -> int:
     return (size - 1).bit_length()
 
 
+def size_classes(max_batch: int) -> int:
+    """Return the number of classes of batch sizes."""
+    return _size_class(max_batch) + 1
+
+
 _MAX_RETRY_AFTER_S: Final = 60
+_GAPS: Final = 4  # the longest time that a batch waits for the next request, in usual gaps between two requests
 _WAIT_FRACTION: Final = 1 / 3  # the fraction of the time to its deadline that a request may wait for its turn
+
+
+class Load(NamedTuple):
+    """What a new request finds before it in one mode."""
+
+    requests: int  # the number of requests whose images are not all taken
+    images: int  # the number of images reserved or queued
+    times: BatchTimes
+
+
+def check_load(
+    loads: Mapping[RequestMode, Load], count: int, mode: RequestMode, *, seconds: float, max_batch: int, max_queue: int
+) -> None:
+    """Refuse ``count`` images, which have ``seconds`` to their deadline, if they find no room or would come too late.
+
+    A request of at most one turn waits for one turn of each request of its mode; a larger one for all their images.
+    As the modes take turns, at most one batch of each other mode goes before each batch of its own.
+    """
+    if (pending := sum([load.images for load in loads.values()])) + count > max_queue:
+        again = _retry_after(loads)
+        raise QueueFull(
+            f"the queue has no room for {count} images ({pending} of {max_queue} places are taken); try again in "
+            f"{again} s",
+            retry_after=again,
+        )
+    own, turn = loads.get(mode), quantum(max_batch)
+    same = 0 if own is None else own.images if count > turn else min(own.images, own.requests * turn)
+    others = (same // max_batch + 1) * max_batch
+    before = {each: same if each is mode else min(load.images, others) for each, load in loads.items()}
+    wait = sum([loads[each].times.total(images) for each, images in before.items()])
+    longest = _WAIT_FRACTION * seconds
+    if wait > longest:
+        again = _retry_after(loads)
+        raise QueueFull(
+            f"the {sum(before.values())} images before this request take about {wait:.3g} s, more than the "
+            f"{longest:.3g} s that it can wait; try again in {again} s",
+            retry_after=again,
+        )
+
+
+def _retry_after(loads: Mapping[RequestMode, Load]) -> int:
+    """Return how many seconds the queue takes to drain, a whole number from 1 to 60."""
+    seconds = sum(load.times.total(load.images) for load in loads.values())
+    return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))
+
+
+def quantum(max_batch: int) -> int:
+    """Return the number of images in a turn."""
+    return max(1, max_batch // 8)
 
 
 @dataclass(slots=True)
@@ -247,7 +304,7 @@ class Batcher:
         self._max_queue = max_queue_images
         self.max_delay_s = max_delay_s  # the longest time that a batch waits to fill, seconds; 0 sends it at once
         self._shares_cores = shares_cores  # whether the step computes on the cores that decode images
-        self._quantum = max(1, max_batch // 8)
+        self._quantum = quantum(max_batch)
         # The ring of a mode begins with the first request of that mode.
         self._rings = defaultdict[RequestMode, _Ring](lambda: _Ring(BatchTimes(max_batch)))
         self._live: OrderedDict[QueuedRequest, None] = OrderedDict()
@@ -265,21 +322,12 @@ class Batcher:
         """Refuse, before its body is read, a request that :meth:`reserve` would refuse."""
         if self._closed:
             raise NotReady(self._closed)
-        if (pending := self.pending) + count > self._max_queue:
-            raise QueueFull(
-                f"the queue has no room for {count} images ({pending} of {self._max_queue} places are taken); "
-                f"try again in {self.retry_after()} s",
-                retry_after=self.retry_after(),
-            )
-        before = self._images_before(count, mode)
-        wait = sum([self._rings[each].times.total(images) for each, images in before.items()])
-        longest = _WAIT_FRACTION * (deadline - now)
-        if wait > longest:
-            raise QueueFull(
-                f"the {sum(before.values())} images before this request take about {wait:.3g} s, more than the "
-                f"{longest:.3g} s that it can wait; try again in {self.retry_after()} s",
-                retry_after=self.retry_after(),
-            )
+        loads = {
+            each: Load(ring.n_coming + len(ring.requests), ring.n_pending, ring.times)
+            for each, ring in self._rings.items()
+        }
+        seconds = deadline - now
+        check_load(loads, count, mode, seconds=seconds, max_batch=self.max_batch, max_queue=self._max_queue)
 
     def reserve(
         self, count: int, *, now: float, deadline: float, mode: RequestMode = RequestMode.PREDICT, waiter: Any = None
@@ -344,20 +392,19 @@ class Batcher:
         """Admit no more requests; those that were admitted still run."""
         self._closed = reason
 
-    def due_in(self, now: float) -> float | None:
+    def due_in(self, now: float, *, least: int = 1) -> float | None:
         """Return the seconds until :meth:`take` returns a batch: 0 for now, None until another request is put."""
-        waits = [self._due_in(ring, now) for ring in self._rings.values()]
+        waits = [self._due_in(ring, now, least=least) for ring in self._rings.values()]
         return min([wait for wait in waits if wait is not None], default=None)
 
-    def take(self, now: float, *, full: bool = False, patient: bool = True) -> DeviceBatch | None:
+    def take(self, now: float, *, least: int = 1, patient: bool = True) -> DeviceBatch | None:
         """Return the next batch, or None if none is due.
 
-        With ``full``, only a batch of ``max_batch`` images; with ``patient``, one waits for RESERVED requests if that
-        saves time.
+        It has at least ``least`` images; with ``patient``, one waits for RESERVED requests if that saves time.
         """
         for mode, ring in list(self._rings.items()):
             # A ring may be due for requests that turn out to be past their deadline; it is asked again without them.
-            while self._due_in(ring, now, full=full, patient=patient) == 0:
+            while self._due_in(ring, now, least=least, patient=patient) == 0:
                 batch = self._fill(mode, ring, now)
                 if batch is not None:
                     # A dict keeps the order of insertion, so this mode's next turn comes after those of the others.
@@ -392,25 +439,8 @@ class Batcher:
         finished, self.finished = self.finished, []
         return finished
 
-    def retry_after(self) -> int:
-        """Return how many seconds the queue takes to drain, a whole number from 1 to 60."""
-        seconds = sum(ring.times.total(ring.n_pending) for ring in self._rings.values())
-        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))
-
-    def _images_before(self, count: int, mode: RequestMode) -> dict[RequestMode, int]:
-        """Return how many images of each mode are taken before a new request has its first turn.
-
-        A request of at most one turn waits for one turn of each request of its mode; a larger one for all their images.
-        As the modes take turns, at most one batch of each other mode goes before each batch of its own.
-        """
-        ring = self._rings[mode]
-        turns = (ring.n_coming + len(ring.requests)) * self._quantum
-        same = min(ring.n_pending, turns) if count <= self._quantum else ring.n_pending
-        others = (same // self.max_batch + 1) * self.max_batch
-        return {each: same if each is mode else min(ring.n_pending, others) for each, ring in self._rings.items()}
-
-    def _due_in(self, ring: _Ring, now: float, *, full: bool = False, patient: bool = True) -> float | None:
-        if not ring.requests or (full and ring.n_images < self.max_batch):
+    def _due_in(self, ring: _Ring, now: float, *, least: int = 1, patient: bool = True) -> float | None:
+        if not ring.requests or ring.n_images < least:
             return None
         # A request that has had a turn has waited once, and the rest of its images must not wait again.
         if ring.n_images >= self.max_batch or ring.n_begun:
@@ -419,8 +449,8 @@ class Batcher:
         if patient and self._shares_cores and ring.n_coming:
             saved, gap = ring.times.fixed * ring.n_coming / len(ring.requests), self._gap or 0.0
             if saved > gap:
-                # At most twice the gap: a stall of the machine looks like a long batch and inflates ``fixed``.
-                wait = max(wait, next(reversed(ring.requests)).queued_at + min(saved, 2 * gap) - now)
+                # Not longer: a stall of the machine looks like a long batch and inflates ``fixed``.
+                wait = max(wait, next(reversed(ring.requests)).queued_at + min(saved, _GAPS * gap) - now)
         return max(0.0, wait)
 
     def _fill(self, mode: RequestMode, ring: _Ring, now: float) -> DeviceBatch | None:
@@ -455,13 +485,14 @@ class Batcher:
 
 
 class RequestQueue:
-    """A :class:`Batcher` that the event loop, decode threads and the device thread share, one at a time::
+    """A :class:`Batcher` that the event loop, decode threads and device threads share, one at a time::
 
         with queue as batcher:
             request = batcher.reserve(...)
 
     Requests that finish in the block are delivered when it ends, without holding the lock.  A blocked :meth:`take` is
-    woken if its batch is now due earlier.
+    woken if its batch is now due earlier.  While one device thread computes, another begins only with a turn of images:
+    the rest would find a fuller batch a moment later.
     """
 
     def __init__(self, batcher: Batcher, deliver: Callable[[list[QueuedRequest]], None]) -> None:
@@ -469,7 +500,8 @@ class RequestQueue:
         self._deliver = deliver  # called with the requests that have just finished, on the thread that finished them
         self._condition = threading.Condition(threading.Lock())
         self.stopped = False  # whether :meth:`stop` was called
-        self._wakes_at = -math.inf
+        self._wakes_at: dict[int, float] = {}  # when each blocked take looks again, by its thread
+        self._busy = set[int]()  # the threads that compute a batch
 
     def __enter__(self) -> Batcher:
         self._condition.acquire()
@@ -477,10 +509,10 @@ class RequestQueue:
 
     def __exit__(self, *_: object) -> None:
         finished = self._batcher.collect()
-        if self._wakes_at != -math.inf:  # Otherwise no take is blocked, and asking for the next batch is wasted.
+        if self._wakes_at:  # Otherwise no take is blocked, and asking for the next batch is wasted.
             now = time.monotonic()
-            due_in = self._batcher.due_in(now)
-            if due_in is not None and now + due_in < self._wakes_at:
+            due_in = self._batcher.due_in(now, least=self._least())
+            if due_in is not None and now + due_in < min(self._wakes_at.values()):
                 self._condition.notify()
         self._condition.release()
         if finished:
@@ -494,18 +526,32 @@ class RequestQueue:
                 batcher.put(request, images, now=now)
 
     def take(self, *, block: bool, full: bool = False) -> DeviceBatch | None:
-        """Return the next batch, or None if none is due or the queue was stopped; with ``block``, wait for one."""
+        """Return the next batch, or None if none is due or the queue was stopped; with ``block``, wait for one.
+
+        With ``full``, behind a running batch, only one of ``max_batch`` images.
+        """
+        thread = threading.get_ident()
         while True:
             with self as batcher:
-                now = time.monotonic()
-                batch = batcher.take(now, full=full, patient=block)
-                if batch is not None or not block or self.stopped:
-                    return batch
+                if not full:
+                    self._busy.discard(thread)
+                now, least = time.monotonic(), batcher.max_batch if full else self._least()
+                batch = batcher.take(now, least=least, patient=block)
+                if batch is not None:
+                    is_alone = not self._busy - {thread} and not batcher.pending
+                    self._busy.add(thread)
+                    return batch._replace(is_alone=is_alone)
+                if not block or self.stopped:
+                    return None
                 if not batcher.finished:  # Otherwise take() has expired requests, to be delivered before we wait.
-                    due_in = batcher.due_in(now)
-                    self._wakes_at = math.inf if due_in is None else now + due_in
+                    due_in = batcher.due_in(now, least=least)
+                    self._wakes_at[thread] = math.inf if due_in is None else now + due_in
                     self._condition.wait(due_in)
-                self._wakes_at = -math.inf
+                    del self._wakes_at[thread]
+
+    def _least(self) -> int:
+        """Return with how many images a batch may begin now."""
+        return quantum(self._batcher.max_batch) if self._busy else 1
 
     def stop(self) -> None:
         """Make :meth:`take` return at once, now if it is blocked and from now on."""

@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,15 +66,16 @@ class Engine:
         self._waiting: dict[QueuedRequest, Callable[[], bool] | None] = {}
         self._arrived: list[tuple[QueuedRequest, Images]] = []  # in this turn; the loop alone touches it: no lock
         self._queue = RequestQueue(batcher, self._deliver)
-        self._worker = DeviceWorker(
-            self._queue,
-            step,
-            recorder,
+        self._step = step
+        on_failed = lambda error: self._call_on_loop(self._device_failed, error)  # noqa: E731
+        self._new_worker = partial(DeviceWorker, self._queue, recorder=recorder, on_failed=on_failed)
+        self._worker = self._new_worker(
+            step=step,
             name=f"psc-device-{name}",
             may_run_inline=batcher.max_delay_s == 0,
             on_ready=lambda: self._call_on_loop(self._ready),
-            on_failed=lambda error: self._call_on_loop(self._device_failed, error),
         )
+        self._workers = [self._worker]
 
     @property
     def pending(self) -> int:
@@ -235,7 +237,7 @@ class Engine:
         self._queue.stop()
         end = time.monotonic() + min(5.0, max(0.1, end - time.monotonic()))
         # Polled and not joined: the join would need a thread, and if the device hangs, that thread keeps this model.
-        while (self._worker.thread.is_alive() or self._waiting) and time.monotonic() < end:
+        while (any(each.thread.is_alive() for each in self._workers) or self._waiting) and time.monotonic() < end:
             await asyncio.sleep(0.01)
         if self.phase is not Phase.FAILED:
             self.phase = Phase.CLOSED
@@ -255,6 +257,9 @@ class Engine:
         # An engine that was told to drain while its thread warmed up goes on draining.
         if self.phase is Phase.WARMING:
             self.phase = Phase.READY
+        if not self._worker.inline and not self._queue.stopped and (other := self._step.beside()) is not None:
+            self._workers.append(self._new_worker(step=other, name=f"psc-device-{self.name}-2"))
+            self._workers[-1].thread.start()
         if not self._started.done():
             self._started.set_result(None)
 

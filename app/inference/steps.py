@@ -17,6 +17,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
@@ -165,7 +166,7 @@ def fastest(seconds: Mapping[Name, Sequence[Seconds]], baseline: Name) -> Name:
 class TorchThreads(NamedTuple):
     """The numbers of threads that PyTorch uses on a CPU."""
 
-    full: int  # the number of threads of a network that runs on the device thread
+    full: int  # the number of threads of a batch that runs alone; two at once have half of them each
     quick: int  # the number of threads of a network that is quick enough for the event loop
 
 
@@ -221,6 +222,7 @@ class EagerStep:
     """A step that runs the network when its outputs are fetched; with ``fixed_shapes``, it pads batches to buckets."""
 
     slots = 1  # the number of batches that may be launched and not yet fetched
+    is_alone = True  # whether no other step of the network runs meanwhile
 
     def __init__(
         self,
@@ -239,6 +241,18 @@ class EagerStep:
         self._buckets = buckets_to(max_batch)
         self._fixed_shapes = fixed_shapes
         self._threads, self._quick_threads = threads or TorchThreads(torch.get_num_threads(), 1)
+
+    def beside(self) -> EagerStep | None:
+        """Return another step of the warm network, to run at the same time; None if that would gain nothing.
+
+        Two batches on one core each are done sooner than one after the other on both: no core waits for another.
+        """
+        if self._device.type != "cpu" or self._threads < 2:
+            return None
+        other = copy(self)
+        other._host = torch.zeros_like(self._host)
+        other._buffer = other._host.numpy()
+        return other
 
     def input(self, slot: int) -> Images:
         """Return the slot's host buffer (max_batch, C, H, W), which :meth:`launch` sends to the device."""
@@ -281,8 +295,9 @@ class EagerStep:
         """Wait for a launched batch and return its outputs, which the caller owns; device errors surface here."""
         size = bucket_of(self._buckets, count) if self._fixed_shapes else count
         # PyTorch keeps this number for each calling thread, and warm-up may have run on another one.
-        if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
+        threads = self._threads if self.is_alone else max(1, self._threads // 2)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
         packed = self._network(self._host[:size].to(self._device))
         return cast(FloatArray, packed[:count].float().cpu().numpy())
 
@@ -310,6 +325,7 @@ class GraphStep:
     """
 
     slots = 2
+    is_alone = True
 
     def __init__(self, network: Pipeline, shape: tuple[int, int, int], *, max_batch: int, device: torch.device) -> None:
         self._network = network
@@ -325,6 +341,9 @@ class GraphStep:
         self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._host_outputs: list[Tensor] = []
+
+    def beside(self) -> None:
+        return None
 
     def input(self, slot: int) -> Images:
         return self._buffers[slot]

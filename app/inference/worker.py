@@ -51,8 +51,8 @@ class DeviceWorker:
         recorder: ModelRecorder,
         *,
         name: str,
-        may_run_inline: bool,
-        on_ready: Callable[[], None],
+        may_run_inline: bool = False,
+        on_ready: Callable[[], None] | None = None,
         on_failed: Callable[[Exception], None],
     ) -> None:
         self.inline = False  # whether :meth:`run_due` is to compute the batches; known when the worker is ready
@@ -62,7 +62,8 @@ class DeviceWorker:
         self._launched: deque[_Launched] = deque()
         self._next_slot = 0
         self._may_run_inline = may_run_inline
-        self._on_ready = on_ready  # this and the next are called on the thread that computes
+        # Called, as the next one is, on the thread that computes; None if another worker has warmed the step up.
+        self._on_ready = on_ready
         self._on_failed = on_failed
         # A daemon thread, because a device that hangs must not keep the process from ending.
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -80,15 +81,16 @@ class DeviceWorker:
 
     def _run(self) -> None:
         """Warm up, then serve until the queue is stopped."""
-        try:
-            self.inline = self._step.warm_up(lambda: not self._queue.stopped) and self._may_run_inline
-            if self._queue.stopped:  # Nobody waits any more.
+        if self._on_ready is not None:
+            try:
+                self.inline = self._step.warm_up(lambda: not self._queue.stopped) and self._may_run_inline
+                if self._queue.stopped:  # Nobody waits any more.
+                    return
+                check_device(self._step)
+            except Exception as error:
+                self._end("the network failed while it was warmed up", error)
                 return
-            check_device(self._step)
-        except Exception as error:
-            self._end("the network failed while it was warmed up", error)
-            return
-        self._on_ready()
+            self._on_ready()
         try:
             while not self.inline and (not self._queue.stopped or self._launched):
                 self._advance()
@@ -133,6 +135,7 @@ class DeviceWorker:
     def _launch(self, batch: DeviceBatch) -> None:
         started = time.perf_counter()
         slot = self._next_slot
+        self._step.is_alone = batch.is_alone
         try:
             if batch.mode is not RequestMode.PREDICT:
                 result = run_batch(self._step, batch)

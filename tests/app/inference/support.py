@@ -11,7 +11,7 @@ import torch
 from app.inference.batcher import Batcher, DeviceBatch, QueuedRequest, RequestMode, Result
 from app.inference.decoder import Decoder
 from app.inference.engine import Engine
-from app.inference.steps import make_step
+from app.inference.steps import TorchThreads, make_step
 from app.memory import MemoryBudget
 from app.settings import load_settings
 from psc_core.images.preprocess import Preprocess
@@ -82,11 +82,13 @@ async def engine(
     start: bool = True,
     delay_ms: float = 0.0,
     deadline_s: float = 10.0,
+    threads: int = 1,
 ) -> AsyncIterator[Setup]:
     network, metrics = FakePipeline(), Metrics()
     with ThreadPoolExecutor(2) as pool:
         decoder = decoder_on(pool, threads=2, inline_bytes=inline)
-        step = make_step(network, PREPROCESS.shape, max_batch=max_batch, device=torch.device("cpu"))
+        shape, cpu = PREPROCESS.shape, torch.device("cpu")
+        step = make_step(network, shape, max_batch=max_batch, device=cpu, threads=TorchThreads(threads, 1))
         made = Engine(
             "m",
             step,

@@ -74,10 +74,10 @@ class Simulation(RuleBasedStateMachine):
         request = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
         assert self.batcher.put(request, NO_IMAGES, now=self.now) == (request.state is State.QUEUED)
 
-    @rule(full=st.booleans())
-    def take(self, full: bool) -> None:
-        due = self.batcher.due_in(self.now)
-        batch = self.batcher.take(self.now, full=full)
+    @rule(least=st.integers(1, 4))
+    def take(self, least: int) -> None:
+        due = self.batcher.due_in(self.now, least=least)
+        batch = self.batcher.take(self.now, least=least)
         if batch is None:
             self.gather()
             return
@@ -217,7 +217,7 @@ def test_batch_waits_for_requests_in_decoding_while_that_pays() -> None:
     batcher = patient(gap=0.5)
     first, second, third, fourth = (batcher.reserve(1, now=0.0, deadline=1e9) for _ in range(4))
     batcher.put(first, NO_IMAGES, now=0.5)  # 3 s saved for those in decoding, but one comes each half a second.
-    assert batcher.due_in(0.5) == pytest.approx(1.0)
+    assert batcher.due_in(0.5) == pytest.approx(2.0)
     assert batcher.take(0.5) is None
     batcher.put(second, NO_IMAGES, now=1.0)  # 2 s saved, two wait.
     assert batcher.due_in(1.0) == pytest.approx(1.0)
@@ -247,12 +247,12 @@ def test_batch_leaves_at_once_where_waiting_saves_nothing(gap: float, shares_cor
     assert parts(batcher.take(gap, patient=is_patient)) == [(first, 0, 1)]
 
 
-def test_full_waits_for_a_whole_batch() -> None:
+def test_least_waits_for_so_many_images() -> None:
     batcher = make(batch=4)
-    admit(batcher, 3)
-    assert batcher.take(0.0, full=True) is None
+    admit(batcher, 2)
+    assert batcher.take(0.0, least=3) is None
     admit(batcher, 1)
-    assert batcher.take(0.0, full=True) is not None
+    assert batcher.take(0.0, least=3) is not None
 
 
 def test_modes_take_turns_in_batches_of_their_own() -> None:
@@ -440,6 +440,32 @@ def test_put_wakes_a_blocked_take_and_delivers_once() -> None:
     assert not thread.is_alive()
     assert sorted(map(id, delivered)) == sorted(map(id, requests))
     assert all(request.error is None for request in requests)
+
+
+def test_a_second_batch_begins_only_with_a_turn_of_images() -> None:
+    queue = RequestQueue(make(batch=16), lambda _: None)
+    taken: list[DeviceBatch | None] = []
+
+    def take() -> None:
+        thread = threading.Thread(target=lambda: taken.append(queue.take(block=False)))
+        thread.start()
+        thread.join()
+
+    def put(count: int) -> None:
+        now = time.monotonic()
+        with queue as batcher:
+            request = batcher.reserve(count, now=now, deadline=now + 1e9)
+        queue.put([(request, NO_IMAGES)])
+
+    put(3)
+    assert (first := queue.take(block=False)) is not None
+    put(1)
+    take()
+    put(1)
+    take()
+    put(1)
+    assert queue.take(block=False) is None  # The first one is done, the second one runs.
+    assert [each and (each.size, each.is_alone) for each in (first, *taken)] == [(3, True), None, (2, False)]
 
 
 def test_departure_wakes_a_take_that_waits_for_it() -> None:

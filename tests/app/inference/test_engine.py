@@ -94,6 +94,19 @@ async def test_waiting_requests_run_as_one_batch() -> None:
         assert setup.network.sizes == [1, 6]
 
 
+@pytest.mark.usefixtures("device_thread")
+async def test_a_cpu_computes_two_batches_at_once() -> None:
+    async with engine(threads=2) as setup:
+        first = await hold(setup)
+        other = asyncio.create_task(setup.arrays(pixels(2)))
+        await until(lambda: len(setup.network.sizes) == 2)
+        setup.network.check.set()
+        for answer, value in zip(await asyncio.gather(first, other), (1, 2), strict=True):
+            expected = outputs_of(torch.from_numpy(stack(pixels(value)))).numpy()
+            np.testing.assert_allclose(answer, expected, atol=1e-6)
+        assert len({*setup.network.callers[-2:]}) == 2
+
+
 @pytest.mark.usefixtures("anywhere")
 async def test_outputs_that_are_not_finite() -> None:
     async with engine(delay_ms=50) as setup:

@@ -69,6 +69,27 @@ class TimeAnImage(FakePipeline):
         return super().__call__(images)
 
 
+@pytest.mark.usefixtures("device_thread")
+def test_a_step_beside_another_has_images_of_its_own_and_half_of_the_threads() -> None:
+    network, usual, shape, cpu = CountsThreads(), torch.get_num_threads(), (1, 8, 8), torch.device("cpu")
+    step = make_step(network, shape, max_batch=2, device=cpu, threads=TorchThreads(4, 1))
+    assert isinstance(step, EagerStep)
+    assert make_step(network, shape, max_batch=2, device=cpu, threads=TorchThreads(1, 1)).beside() is None
+    other = step.beside()
+    assert other is not None
+    for each, value in ((step, 3), (other, 7)):
+        each.input(0)[:1] = value
+    try:
+        other.is_alone = False
+        answers = [each.fetch(0, 1) for each in (step, other)]
+    finally:
+        torch.set_num_threads(usual)
+    assert network.threads[-2:] == [4, 2]
+    for answer, value in zip(answers, (3, 7), strict=True):
+        expected = outputs_of(torch.from_numpy(stack(pixels(value))))
+        np.testing.assert_allclose(answer, expected.numpy(), atol=1e-6)
+
+
 def test_step_with_a_slow_full_batch_is_not_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.inference.steps.QUICK_SECONDS", 0.008)
     step = make_step(TimeAnImage(), (1, 8, 8), max_batch=8, device=torch.device("cpu"), compiled=False)
