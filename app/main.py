@@ -25,7 +25,7 @@ from app import errors as problems
 from app import tracing
 from app.errors import Application
 from app.http import feedback, model, predict, v2
-from app.http.middleware import HostAllowList, ProblemCORS, ProblemResponses, RequestLimits, Telemetry
+from app.http.middleware import DirectRoutes, HostAllowList, ProblemCORS, ProblemResponses, RequestLimits, Telemetry
 from app.http.v2 import HEADER
 from app.log import LogWriter
 from app.memory import MemoryBudget, process_memory
@@ -212,6 +212,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 def _add_middleware(app: FastAPI, service: Service) -> None:
     """Add the middleware, innermost first."""
     settings = service.settings
+    if not settings.otel:  # FastAPI makes the spans.
+        app.add_middleware(DirectRoutes, host=app, routes=predict.router.routes)
     app.add_middleware(RequestLimits, service=service)
     app.add_middleware(ProblemResponses, metrics=service.metrics)
     if settings.allowed_hosts:

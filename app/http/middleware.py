@@ -6,14 +6,16 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from typing import Final
 
-from fastapi import Response
+from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import MEDIA_TYPE, BodyTooLarge, TooManyRequests, UnsupportedEncoding, error_response, make_problem
@@ -203,3 +205,26 @@ class Telemetry:
                 extra = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
                 logger.info("request", extra={**extra, "client": address and shorten(address)})
             current_trace.reset(token)
+
+
+class DirectRoutes:
+    """Calls endpoints that take the request and give the response without FastAPI's layers, which do nothing for them.
+
+    Only a path without parameters is found here; the other routes, and other methods, are FastAPI's.
+    """
+
+    def __init__(self, app: ASGIApp, *, host: FastAPI, routes: Iterable[BaseRoute]) -> None:
+        self.app = app
+        self._host = host
+        self._routes = {
+            route.path: route for route in routes if isinstance(route, APIRoute) and not route.param_convertors
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._routes.get(scope["path"]) if scope["type"] == "http" else None
+        if route is None or scope["method"] not in (route.methods or ()):
+            await self.app(scope, receive, send)
+            return
+        scope["app"], scope["route"] = self._host, route
+        response = await route.endpoint(Request(scope, receive))
+        await response(scope, receive, send)

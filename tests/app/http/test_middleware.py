@@ -176,6 +176,22 @@ async def send_through(*messages: dict[str, Any]) -> list[dict[str, Any]]:
     return sent
 
 
+@pytest.mark.parametrize("path", ["/predict", "/models/m/predict", "/predict?top_k=2"])
+async def test_every_way_to_predict_answers_and_counts_alike(path: str) -> None:
+    async with running() as app:
+        first, second = [await app.client.post(path, content=png(7), headers=PNG) for _ in range(2)]
+        other = await app.client.post(path, content=b"?", headers=PNG)
+        route = "/models/{name}/predict" if "models" in path else "/predict"
+        counted = (await app.client.get("/metrics")).text
+        assert first.json() == second.json()
+        assert first.json()["predictions"][0]["label"] == "dark"
+        check_problem(other, 415, "unsupported-image")
+        for status, count in ((200, 2), (415, 1)):
+            assert f'psc_request_seconds_count{{route="{route}",status="{status}"}} {count}.0' in counted
+        assert (await app.client.get("/predict")).status_code == 405
+        assert (await app.client.options("/predict")).status_code == 405
+
+
 async def test_error_within_the_answer_is_raised(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RuntimeError, match="too late"):
         await send_through({"type": "http.response.start", "status": 200, "headers": []})
