@@ -64,7 +64,8 @@ def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> N
     except (RuntimeError, NotImplementedError):  # The meta device lacks an operation of a user's own network.
         logger.warning("the cost of the network is not known", extra={"model": model.name})
         return
-    needed, free = alive * max_batch, free_bytes(model.device)
+    at_once = 2 if model.device.type == "cpu" and torch.get_num_threads() > 1 else 1  # see EagerStep.beside
+    needed, free = at_once * alive * max_batch, free_bytes(model.device)
     size = " × ".join(map(str, model.preprocess.shape[1:]))
     if needed > free:
         raise BundleError(

@@ -247,9 +247,10 @@ class EagerStep:
 
         Two batches on one core each are done sooner than one after the other on both: no core waits for another.
         """
-        if self._device.type != "cpu" or self._threads < 2:
+        if self._device.type != "cpu" or self._fixed_shapes or self._threads < 2:
             return None
         other = copy(self)
+        other.is_alone = False
         other._host = torch.zeros_like(self._host)
         other._buffer = other._host.numpy()
         return other

@@ -81,15 +81,16 @@ class DeviceWorker:
 
     def _run(self) -> None:
         """Warm up, then serve until the queue is stopped."""
-        if self._on_ready is not None:
-            try:
+        try:
+            if self._on_ready is not None:
                 self.inline = self._step.warm_up(lambda: not self._queue.stopped) and self._may_run_inline
-                if self._queue.stopped:  # Nobody waits any more.
-                    return
-                check_device(self._step)
-            except Exception as error:
-                self._end("the network failed while it was warmed up", error)
+            if self._queue.stopped:  # Nobody waits any more.
                 return
+            check_device(self._step)
+        except Exception as error:
+            self._end("the network failed while it was warmed up", error)
+            return
+        if self._on_ready is not None:
             self._on_ready()
         try:
             while not self.inline and (not self._queue.stopped or self._launched):

@@ -129,12 +129,14 @@ class OnnxBody(nn.Module):
         device = self.place.device
         threads = torch.get_num_threads() if device.type == "cpu" else 0
         with self._starting:
-            if (device, threads) not in self._sessions:
-                # The oldest session goes first; a thread that is running it keeps it alive until it is done.
+            session = self._sessions.pop((device, threads), None)
+            if session is None:
+                # The one not used for longest goes first; a thread that is running it keeps it alive until it is done.
                 while len(self._sessions) >= MAX_SESSIONS:
                     del self._sessions[next(iter(self._sessions))]
-                self._sessions[device, threads] = _start(self.model, device, threads)
-            return self._sessions[device, threads]
+                session = _start(self.model, device, threads)
+            self._sessions[device, threads] = session
+            return session
 
 
 def keep_from_compiler(network: nn.Module) -> None:

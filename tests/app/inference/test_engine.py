@@ -97,6 +97,8 @@ async def test_waiting_requests_run_as_one_batch() -> None:
 @pytest.mark.usefixtures("device_thread")
 async def test_a_cpu_computes_two_batches_at_once() -> None:
     async with engine(threads=2) as setup:
+        await until(lambda: len({*setup.network.callers}) == 2)  # The second thread has checked the device.
+        setup.network.sizes.clear()
         first = await hold(setup)
         other = asyncio.create_task(setup.arrays(pixels(2)))
         await until(lambda: len(setup.network.sizes) == 2)

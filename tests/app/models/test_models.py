@@ -363,6 +363,16 @@ def test_a_batch_without_room_is_refused(model: PSC, monkeypatch: pytest.MonkeyP
     check_affordable(model, max_batch=1, seconds=600.0)
 
 
+def test_two_batches_at_once_need_room(model: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "free_bytes", lambda _: 100)
+    monkeypatch.setattr(models, "cost_of_an_image", lambda _: (10, 1))
+    for threads, fitting in ((1, 10), (2, 5)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        check_affordable(model, max_batch=fitting, seconds=600.0)
+        with pytest.raises(BundleError):
+            check_affordable(model, max_batch=fitting + 1, seconds=600.0)
+
+
 def test_a_warm_up_without_end_is_refused(model: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "cost_of_an_image", lambda _: (1, 5_000))
     monkeypatch.setattr(models, "operations_per_second", lambda _: 1_000.0)
