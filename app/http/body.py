@@ -104,8 +104,6 @@ def parse_query(model: type[Query], request: Request) -> Query:
 
     FastAPI would ignore unknown parameters, and silently take the last value of a repeated one.
     """
-    if not request.scope["query_string"]:
-        return model()
     given = [name for name, _ in request.query_params.multi_items()]
     for name in given:
         if name not in model.model_fields:

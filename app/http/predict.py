@@ -67,8 +67,6 @@ async def _predict(request: Request, name: str | None) -> Response:
 
 def _split_query(served: ServedModel, query: PredictQuery, mode: RequestMode) -> tuple[BasePolicy, dict[str, int]]:
     """Return the policy of a request and the options of its task's answers; refuse what the model does not have."""
-    if not query.model_fields_set:
-        return served.policy, {}
     task, given = served.model.task, query.model_dump(exclude_none=True)
     if unknown := sorted(given.keys() - task.query_type.model_fields):
         raise MalformedRequest(f"model {served.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")

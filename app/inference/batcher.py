@@ -39,7 +39,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, MutableSequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -179,15 +179,14 @@ class BatchTimes:
     A batch larger than any measured one is taken to last as long as the largest.
     """
 
-    def __init__(self, max_batch: int, means: MutableSequence[float] | None = None) -> None:
+    def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
-        # By the class of a batch's size, seconds; 0 for a class without a batch. Other processes may read them.
-        self._means: MutableSequence[float] = [0.0] * size_classes(max_batch) if means is None else means
+        self._means: list[float | None] = [None] * (_size_class(max_batch) + 1)
 
     def add(self, size: int, seconds: float) -> None:
         """Record a batch of ``size`` images that the device has computed in ``seconds``."""
         index = _size_class(size)
-        self._means[index] = running_mean(self._means[index] or None, seconds)
+        self._means[index] = running_mean(self._means[index], seconds)
 
     def total(self, images: int) -> float:
         """Return the least time that this many images take, seconds; 0 before the first batch."""
@@ -201,7 +200,7 @@ class BatchTimes:
         It is the intercept of the line through the smallest and the largest measured size.
         """
         sizes = (min(1 << index, self._max_batch) for index in range(len(self._means)))
-        known = [(size, mean) for size, mean in zip(sizes, self._means, strict=True) if mean]
+        known = [(size, mean) for size, mean in zip(sizes, self._means, strict=True) if mean is not None]
         if len(known) < 2:
             return 0.0
         (few, quick), (many, slow) = known[0], known[-1]
@@ -212,9 +211,9 @@ class BatchTimes:
         smallest = _size_class(size)
         for larger in range(smallest, len(self._means)):
             seconds = self._means[larger]
-            if seconds:
+            if seconds is not None:
                 return seconds if larger == smallest else seconds * size / min(1 << larger, self._max_batch)
-        return next((mean for mean in reversed(self._means) if mean), 0.0)
+        return next((mean for mean in reversed(self._means) if mean is not None), 0.0)
 
 
 def _size_class(size: int) -> int:
@@ -222,63 +221,9 @@ def _size_class(size: int) -> int:
     return (size - 1).bit_length()
 
 
-def size_classes(max_batch: int) -> int:
-    """Return the number of classes of batch sizes."""
-    return _size_class(max_batch) + 1
-
-
 _MAX_RETRY_AFTER_S: Final = 60
 _GAPS: Final = 4  # the longest time that a batch waits for the next request, in usual gaps between two requests
 _WAIT_FRACTION: Final = 1 / 3  # the fraction of the time to its deadline that a request may wait for its turn
-
-
-class Load(NamedTuple):
-    """What a new request finds before it in one mode."""
-
-    requests: int  # the number of requests whose images are not all taken
-    images: int  # the number of images reserved or queued
-    times: BatchTimes
-
-
-def check_load(
-    loads: Mapping[RequestMode, Load], count: int, mode: RequestMode, *, seconds: float, max_batch: int, max_queue: int
-) -> None:
-    """Refuse ``count`` images, which have ``seconds`` to their deadline, if they find no room or would come too late.
-
-    A request of at most one turn waits for one turn of each request of its mode; a larger one for all their images.
-    As the modes take turns, at most one batch of each other mode goes before each batch of its own.
-    """
-    if (pending := sum([load.images for load in loads.values()])) + count > max_queue:
-        again = _retry_after(loads)
-        raise QueueFull(
-            f"the queue has no room for {count} images ({pending} of {max_queue} places are taken); try again in "
-            f"{again} s",
-            retry_after=again,
-        )
-    own, turn = loads.get(mode), quantum(max_batch)
-    same = 0 if own is None else own.images if count > turn else min(own.images, own.requests * turn)
-    others = (same // max_batch + 1) * max_batch
-    before = {each: same if each is mode else min(load.images, others) for each, load in loads.items()}
-    wait = sum([loads[each].times.total(images) for each, images in before.items()])
-    longest = _WAIT_FRACTION * seconds
-    if wait > longest:
-        again = _retry_after(loads)
-        raise QueueFull(
-            f"the {sum(before.values())} images before this request take about {wait:.3g} s, more than the "
-            f"{longest:.3g} s that it can wait; try again in {again} s",
-            retry_after=again,
-        )
-
-
-def _retry_after(loads: Mapping[RequestMode, Load]) -> int:
-    """Return how many seconds the queue takes to drain, a whole number from 1 to 60."""
-    seconds = sum(load.times.total(load.images) for load in loads.values())
-    return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))
-
-
-def quantum(max_batch: int) -> int:
-    """Return the number of images in a turn."""
-    return max(1, max_batch // 8)
 
 
 @dataclass(slots=True)
@@ -304,7 +249,7 @@ class Batcher:
         self._max_queue = max_queue_images
         self.max_delay_s = max_delay_s  # the longest time that a batch waits to fill, seconds; 0 sends it at once
         self._shares_cores = shares_cores  # whether the step computes on the cores that decode images
-        self._quantum = quantum(max_batch)
+        self.quantum = max(1, max_batch // 8)  # the number of images in a turn
         # The ring of a mode begins with the first request of that mode.
         self._rings = defaultdict[RequestMode, _Ring](lambda: _Ring(BatchTimes(max_batch)))
         self._live: OrderedDict[QueuedRequest, None] = OrderedDict()
@@ -322,12 +267,21 @@ class Batcher:
         """Refuse, before its body is read, a request that :meth:`reserve` would refuse."""
         if self._closed:
             raise NotReady(self._closed)
-        loads = {
-            each: Load(ring.n_coming + len(ring.requests), ring.n_pending, ring.times)
-            for each, ring in self._rings.items()
-        }
-        seconds = deadline - now
-        check_load(loads, count, mode, seconds=seconds, max_batch=self.max_batch, max_queue=self._max_queue)
+        if (pending := self.pending) + count > self._max_queue:
+            raise QueueFull(
+                f"the queue has no room for {count} images ({pending} of {self._max_queue} places are taken); "
+                f"try again in {self.retry_after()} s",
+                retry_after=self.retry_after(),
+            )
+        before = self._images_before(count, mode)
+        wait = sum([self._rings[each].times.total(images) for each, images in before.items()])
+        longest = _WAIT_FRACTION * (deadline - now)
+        if wait > longest:
+            raise QueueFull(
+                f"the {sum(before.values())} images before this request take about {wait:.3g} s, more than the "
+                f"{longest:.3g} s that it can wait; try again in {self.retry_after()} s",
+                retry_after=self.retry_after(),
+            )
 
     def reserve(
         self, count: int, *, now: float, deadline: float, mode: RequestMode = RequestMode.PREDICT, waiter: Any = None
@@ -439,6 +393,23 @@ class Batcher:
         finished, self.finished = self.finished, []
         return finished
 
+    def retry_after(self) -> int:
+        """Return how many seconds the queue takes to drain, a whole number from 1 to 60."""
+        seconds = sum(ring.times.total(ring.n_pending) for ring in self._rings.values())
+        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))
+
+    def _images_before(self, count: int, mode: RequestMode) -> dict[RequestMode, int]:
+        """Return how many images of each mode are taken before a new request has its first turn.
+
+        A request of at most one turn waits for one turn of each request of its mode; a larger one for all their images.
+        As the modes take turns, at most one batch of each other mode goes before each batch of its own.
+        """
+        ring = self._rings[mode]
+        turns = (ring.n_coming + len(ring.requests)) * self.quantum
+        same = min(ring.n_pending, turns) if count <= self.quantum else ring.n_pending
+        others = (same // self.max_batch + 1) * self.max_batch
+        return {each: same if each is mode else min(ring.n_pending, others) for each, ring in self._rings.items()}
+
     def _due_in(self, ring: _Ring, now: float, *, least: int = 1, patient: bool = True) -> float | None:
         if not ring.requests or ring.n_images < least:
             return None
@@ -462,7 +433,7 @@ class Batcher:
                 self._expire(request)
                 continue
             keeps_turn = len(ring.requests) == 1 or request.urgent_at <= now
-            turn = room if keeps_turn else min(room, self._quantum)
+            turn = room if keeps_turn else min(room, self.quantum)
             start, stop = request.n_taken, min(request.count, request.n_taken + turn)
             slices.append(RequestSlice(request, start, stop))
             # A request has begun if some images are taken and some are left: the first of several turns adds one, the
@@ -551,7 +522,7 @@ class RequestQueue:
 
     def _least(self) -> int:
         """Return with how many images a batch may begin now."""
-        return quantum(self._batcher.max_batch) if self._busy else 1
+        return self._batcher.quantum if self._busy else 1
 
     def stop(self) -> None:
         """Make :meth:`take` return at once, now if it is blocked and from now on."""

@@ -19,7 +19,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,15 +66,10 @@ class Engine:
         self._arrived: list[tuple[QueuedRequest, Images]] = []  # in this turn; the loop alone touches it: no lock
         self._queue = RequestQueue(batcher, self._deliver)
         self._step = step
-        on_failed = lambda error: self._call_on_loop(self._device_failed, error)  # noqa: E731
-        self._new_worker = partial(DeviceWorker, self._queue, recorder=recorder, on_failed=on_failed)
-        self._worker = self._new_worker(
-            step=step,
-            name=f"psc-device-{name}",
-            may_run_inline=batcher.max_delay_s == 0,
-            on_ready=lambda: self._call_on_loop(self._ready),
+        self._workers: list[DeviceWorker] = []
+        self._worker = self._add_worker(
+            step, may_run_inline=batcher.max_delay_s == 0, on_ready=lambda: self._call_on_loop(self._ready)
         )
-        self._workers = [self._worker]
 
     @property
     def pending(self) -> int:
@@ -258,10 +252,21 @@ class Engine:
         if self.phase is Phase.WARMING:
             self.phase = Phase.READY
         if not self._worker.inline and not self._queue.stopped and (other := self._step.beside()) is not None:
-            self._workers.append(self._new_worker(step=other, name=f"psc-device-{self.name}-2"))
-            self._workers[-1].thread.start()
+            self._add_worker(other).thread.start()
         if not self._started.done():
             self._started.set_result(None)
+
+    def _add_worker(self, step: Step, **options: Any) -> DeviceWorker:
+        worker = DeviceWorker(
+            self._queue,
+            step,
+            self._recorder,
+            name=f"psc-device-{self.name}-{len(self._workers)}",
+            on_failed=lambda error: self._call_on_loop(self._device_failed, error),
+            **options,
+        )
+        self._workers.append(worker)
+        return worker
 
     def _device_failed(self, error: Exception) -> None:
         self.phase = Phase.FAILED

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cached_property, partial
 from html import escape
-from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -119,8 +118,7 @@ class BaseDecisions:
         """
         columns: dict[str, Any] = dict(zip(outputs.scores, outputs.packed.T, strict=False))
         if outputs.checks:
-            p_values = islice(outputs.check_p_values, len(outputs))  # not past its end, see :meth:`documents`
-            columns["checks"] = list(map(dict, map(partial(zip, outputs.checks), p_values)))
+            columns["checks"] = list(map(dict, map(partial(zip, outputs.checks), outputs.check_p_values)))
         columns["is_ood"] = self.is_ood
         columns["decision"] = list(map(self.decision_names.__getitem__, self.decision.tolist()))
         return columns
@@ -131,7 +129,7 @@ class BaseDecisions:
         """Return one answer for each image, in a form that orjson can write, see :meth:`columns`."""
         columns = self.columns(outputs, classes, **options)
         # Not strict: past the end of each array, numpy would raise an IndexError, which takes a microsecond.
-        return list(map(dict, map(partial(zip, columns), zip(*columns.values(), strict=False))))
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)]
 
 
 @dataclass(frozen=True)

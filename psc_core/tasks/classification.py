@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count as count_from
-from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -81,8 +80,6 @@ if TYPE_CHECKING:
     from psc_core.report.content import TaskReport
 
 CODE_ACCEPT, ABSTAIN_AMBIGUOUS, ABSTAIN_OOD = range(len(CLASSIFICATION_DECISIONS))
-_BY_CLEARNESS: Final = np.array([ABSTAIN_AMBIGUOUS, CODE_ACCEPT], np.int8)  # by whether the entropy is low enough
-_BEYOND: Final = 2.0**128 - 2.0**103  # the smallest number that is infinite as a float32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,8 +120,7 @@ class Decisions(BaseDecisions):
             ),
             **super().columns(outputs, classes),
             "prediction_set": [
-                tuple(map(classes.__getitem__, members.nonzero()[0].tolist()))
-                for members in islice(self.prediction_set, len(self))
+                tuple(map(classes.__getitem__, members.nonzero()[0].tolist())) for members in self.prediction_set
             ],
         }
 
@@ -148,10 +144,9 @@ class Calibration(BaseCalibration):
         prediction_set = probabilities >= self.quantile(policy.coverage)
         prediction_set[images, class_index] = True
         is_ood = self.is_ood(outputs, policy)
-        # A threshold may be beyond every float32, of which numpy would warn.
-        limit = policy.ambiguity_threshold if policy.ambiguity_threshold < _BEYOND else math.inf
-        is_clear = outputs["predictive_entropy"] <= limit  # NaN is not.
-        decision = _BY_CLEARNESS.take(is_clear)
+        with np.errstate(over="ignore"):  # A threshold may be beyond every float32.
+            is_clear = outputs["predictive_entropy"] <= policy.ambiguity_threshold  # NaN is not.
+        decision = np.where(is_clear, np.int8(CODE_ACCEPT), np.int8(ABSTAIN_AMBIGUOUS))
         decision[is_ood] = ABSTAIN_OOD
         return Decisions(
             is_ood=is_ood,
