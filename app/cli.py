@@ -128,7 +128,7 @@ def run(arguments: Sequence[str]) -> int:
         check_factory(name, path / "manifest.json", settings.allow_factories)
     listener = _listen(settings.host, settings.port)
     if settings.grpc_port is not None:
-        # Only to fail early on a port that is taken: each worker binds it again once its models are loaded.
+        # Only to fail early on a port that is taken: the application binds it again when it starts.
         _listen(settings.host, settings.grpc_port).close()
     address = address_of(settings.host, listener.getsockname()[1], tls=settings.tls_certificate is not None)
     logger.info("Loading %s, listening on %s", " and ".join(name for name, _ in settings.named_bundles), address)
@@ -173,9 +173,9 @@ def end(*_: object) -> None:
 
 
 def unbuffer_stderr() -> None:
-    """Write to standard error without a buffer, in this process and in its workers.
+    """Write to standard error without a buffer, in this process and in those that it starts.
 
-    A buffer keeps what a full disk refuses, and every later flush raises: at the start of a worker and at exit too.
+    A buffer keeps what a full disk refuses, and every later flush raises: at the start of a process and at exit too.
     """
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     raw = getattr(getattr(sys.stderr, "buffer", None), "raw", None)

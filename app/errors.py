@@ -155,6 +155,19 @@ class ClientGone(ServiceError, answer=(499, "client-gone", "The client closed th
     """The client closed its connection before the answer."""
 
 
+class EngineLost(Overloaded, answer=(503, "engine-lost", "The engine is being replaced")):
+    """The process that predicts has ended, and another one is not ready yet."""
+
+
+class RefusedByFront(ServiceError):
+    """A front has refused the body of the request; its members are those of :func:`problem_of`."""
+
+    def __init__(self, problem: dict[str, Any], headers: dict[str, str]) -> None:
+        super().__init__(problem["detail"])
+        self.problem = problem
+        self.headers = headers
+
+
 class ImageRefused(ServiceError):
     """One image of the request cannot be used."""
 
@@ -191,6 +204,8 @@ TYPE_PREFIX: Final = "urn:psc:problem:"
 
 def problem_of(error: BaseException) -> tuple[ProblemDocument, dict[str, str]]:
     """Return the problem that describes an error, opaque if it is not in :data:`TABLE`, and the answer's headers."""
+    if isinstance(error, RefusedByFront):
+        return ProblemDocument(**error.problem), error.headers
     cause: BaseException = error.cause if isinstance(error, ImageRefused) else error
     row = next((TABLE[base] for base in type(cause).__mro__ if base in TABLE), None)
     headers: dict[str, str] = {}
@@ -230,10 +245,11 @@ def error_response(error: Exception, scope: Scope, metrics: Metrics) -> Response
 
 
 def problem_response(
-    problem: ProblemDocument, headers: Mapping[str, str] | None, scope: Scope, metrics: Metrics
+    problem: ProblemDocument, headers: Mapping[str, str] | None, scope: Scope, metrics: Metrics | None
 ) -> Response:
-    """Count a problem and return the response for it."""
-    metrics.psc_rejected_total.labels(reason=problem.type.removeprefix(TYPE_PREFIX)).inc()
+    """Return the response for a problem, and count it where there are metrics."""
+    if metrics is not None:
+        metrics.psc_rejected_total.labels(reason=problem.type.removeprefix(TYPE_PREFIX)).inc()
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     if path == "/v2" or path.startswith("/v2/"):
         body, media_type = orjson.dumps({"error": problem.detail}), "application/json"

@@ -316,7 +316,7 @@ async def serving(app: ASGIApp, service: Service) -> AsyncIterator[None]:
         options=[
             ("grpc.max_receive_message_length", largest),
             ("grpc.max_connection_idle_ms", 1000 * settings.keep_alive_seconds),
-            ("grpc.so_reuseport", int(settings.workers > 1)),
+            ("grpc.so_reuseport", 0),
         ],
     )
     host = f"[{settings.host}]" if ":" in settings.host else settings.host

@@ -441,6 +441,8 @@ class ModelLog:
 
         Images that are not monitored are not part of the service's usual stream, and never come into the random sample.
         """
+        if not isinstance(images, np.ndarray):
+            images = list(images)  # A copy of files in memory that is theirs only until the answer.
         size = images.nbytes if isinstance(images, np.ndarray) else sum(len(each.data) for each in images)
         size += outputs.packed.nbytes + ROW_BYTES * len(outputs)
         trace, now = current_trace.get() or begin_trace(None), time.time_ns() // 1000

@@ -60,7 +60,7 @@ def prepare_process(settings: Settings) -> None:
     mute_codecs()
     keep_freed_memory()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    torch.set_num_threads(network_threads(settings, torch.get_num_threads()))
+    torch.set_num_threads(settings.threads or torch.get_num_threads())
     if settings.compile:
         allow_compiled_shapes()
     forget_dead_processes()
@@ -112,11 +112,6 @@ def linger_seconds(settings: Settings) -> float:
     return min(LINGER_SECONDS, settings.answer_seconds / 2)
 
 
-def network_threads(settings: Settings, default: int) -> int:
-    """Return PyTorch's number of threads in each worker; ``default`` is its own choice for the whole machine."""
-    return settings.threads or max(1, default // settings.workers)
-
-
 def create_app(
     settings: Settings, models: Mapping[str, FittedModel] | None = None, *, host: Host | None = None
 ) -> FastAPI:
@@ -131,7 +126,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         with host.running(service):
-            await service.start(wait_until_ready=host.starts_ready or settings.workers > 1)
+            await service.start(wait_until_ready=host.starts_ready)
             try:
                 async with AsyncExitStack() as stack:
                     if settings.grpc_port is not None:
@@ -172,25 +167,13 @@ def create_app(
 def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, host: Host) -> Service:
     """Make the parts of a service, none of which is started; takes the arguments of :func:`create_app`."""
     keys, metrics = ApiKeys.of(settings), Metrics()
-    available = process_memory(settings.workers)
-    memory = MemoryBudget(settings.max_buffered_bytes, available, max_pixels=settings.max_pixels)
+    memory = MemoryBudget(settings.max_buffered_bytes, process_memory(), max_pixels=settings.max_pixels)
     log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, metrics)
     starter = ModelStarter(settings, metrics, memory, log)
     names = [name for name, _ in settings.named_bundles] if models is None else list(models)
     load = partial(load_bundle, settings) if models is None else models.__getitem__
     registry = Registry(names, load, starter, metrics, retire_within_s=settings.deadline_seconds)
     return Service(settings, keys, metrics, memory, log, registry, host)
-
-
-def check(settings: Settings) -> None:
-    """Raise the errors that :func:`create_app` would raise, without building anything."""
-    ApiKeys.of(settings)
-    if settings.log is not None:
-        open_to_write(settings.log)
-    if settings.otel:
-        tracing.check_installed()
-    if settings.grpc_port is not None:
-        needs("grpc_port", "grpc", "google.protobuf", "grpc")
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:

@@ -68,9 +68,9 @@ def _page_cache(usage: Path) -> int:
     return int(found[-1]) if found else 0
 
 
-def process_memory(processes: int) -> int:
-    """Return the memory of one of so many processes that share the machine or container, bytes."""
-    return min(limit for limit, _ in limits()) // processes
+def process_memory() -> int:
+    """Return the memory that this process may have, bytes."""
+    return min(limit for limit, _ in limits())
 
 
 class MemoryBudget:

@@ -27,7 +27,7 @@ from torch.utils.module_tracker import ModuleTracker
 from app.drift import DriftMonitor
 from app.errors import NotReady, ReloadRunning, UnattainableAlpha, UnavailableMap, UnknownModel
 from app.inference.batcher import Batcher, Images, RequestMode
-from app.inference.decoder import Decoder, EncodedImage, fingerprints
+from app.inference.decoder import DecodedImages, Decoder, EncodedImage, fingerprints
 from app.inference.engine import Engine, Phase
 from app.inference.steps import Chosen, TorchThreads, choose_backend, make_step
 from app.log import LogWriter, ModelLog
@@ -202,6 +202,8 @@ class ServedModel:
     ) -> Predicted:
         """Predict the images of one request, decide, and record the predictions."""
         self.check_map(mode)
+        if isinstance(images, DecodedImages) and images.version != self.model.version:
+            images = list(images)  # They were decoded for the model before a reload.
         result = await self.engine.predict(images, disconnected=disconnected, mode=mode)
         outputs = self.model.outputs(result.packed)
         decisions = self.model.calibration.decide(outputs, policy)

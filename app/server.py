@@ -1,4 +1,4 @@
-"""Run the application under uvicorn, in one process or in uvicorn's own workers, with limits for each connection.
+"""Run an application under uvicorn, with limits for each connection.
 
 Uvicorn limits neither the size of a head nor the time it takes to arrive, nor trailers, which it reads as headers.  It
 waits for ever for a client that does not read its answer.  And it drops the body of a request that offers to upgrade
@@ -10,37 +10,26 @@ The limits are set in the callbacks of asyncio and httptools, and use only publi
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import gc
 import logging
-import multiprocessing
-import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, cast
 
 import httptools
 import uvicorn
-from fastapi import FastAPI
-from prometheus_client.multiprocess import mark_process_dead
-from uvicorn.config import STARTUP_FAILURE
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.supervisors import Multiprocess
 
-from app.main import check, create_app, end_threads, linger_seconds, prepare_process, settle_heap
-from app.metrics import PROCESS_FILES
+from app.main import create_app, linger_seconds, prepare_process, settle_heap
 from app.service import Host, Service
 from app.settings import BACKLOG, Settings
 from app.tracing import log_config
-from psc_core.errors import ExitCode, UsageError
 
 # The longest request line with headers, and the most framing (chunk sizes, trailers) between two pieces of a body.
 MAX_HEAD_BYTES: Final = 1 << 16
@@ -319,10 +308,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._answer_timer = None
 
 
-# The seconds that a worker may take to start in place of another one, or may hang before it is replaced.
-_WORKER_TIMEOUT_S = 120
-# The free space that a folder must have; a worker's metrics take 1 MiB a type, and more with many classes.
-METRICS_BYTES: Final = 64 << 20
 logger = logging.getLogger("psc.server")
 
 
@@ -344,26 +329,20 @@ class UvicornHost(Host):
     def failed(self) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    def reloaded(self) -> None:
-        if multiprocessing.parent_process() is not None:
-            os.kill(os.getppid(), signal.SIGHUP)  # On SIGHUP, uvicorn replaces its workers one after the other.
-
     @contextlib.contextmanager
     def running(self, service: Service) -> Iterator[None]:
-        """Handle signals: SIGHUP reloads; SIGTERM, or the end of a worker's parent, drains and then ends uvicorn.
+        """Handle signals: SIGHUP reloads; SIGTERM drains and then ends uvicorn.
 
         Uvicorn closes idle connections as soon as it is told to end, which loses a request already on the wire.  So it
         is told a moment later: until then, ``Connection: close`` and ``/readyz`` send clients elsewhere.
         """
         loop = asyncio.get_running_loop()
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-        end, parent = before[signal.SIGTERM], multiprocessing.parent_process()
+        end = before[signal.SIGTERM]
         tasks: set[asyncio.Task[None]] = set()
 
         def drain() -> None:
             service.begin_drain()
-            if parent is not None:
-                loop.remove_reader(parent.sentinel)
             if callable(end):
                 loop.call_later(linger_seconds(service.settings), end, signal.SIGTERM, None)
 
@@ -374,8 +353,6 @@ class UvicornHost(Host):
 
         loop.add_signal_handler(signal.SIGTERM, drain)
         loop.add_signal_handler(signal.SIGHUP, reload)
-        if parent is not None:
-            loop.add_reader(parent.sentinel, drain)
         gc.disable()  # Until the models are loaded: collections would walk what libraries make, which is no garbage.
         try:
             yield
@@ -383,37 +360,8 @@ class UvicornHost(Host):
             for number, handler in before.items():
                 loop.remove_signal_handler(number)
                 signal.signal(number, handler)
-            if PROCESS_FILES in os.environ:
-                mark_process_dead(os.getpid())  # type: ignore[no-untyped-call]
             gc.enable()
             gc.unfreeze()  # Or libraries would report at exit that their objects have leaked.
-
-
-def build(settings: Settings, address: str, began: float) -> FastAPI:
-    """Prepare this process and build its application; uvicorn calls this in each worker."""
-    prepare_process(settings)
-    if multiprocessing.parent_process() is not None:  # A worker, whose code nobody reads once it was told to end.
-        atexit.register(end_threads, ExitCode.OK)
-    return create_app(settings, host=UvicornHost(address, began))
-
-
-class Workers(Multiprocess):
-    """Uvicorn's workers, except that a dead one is noticed at once and that the port closes before they end."""
-
-    def keep_subprocess_alive(self) -> None:
-        for worker in self.processes:
-            # While the parent holds its copy of the child's end, a dead worker's pipe never reaches EOF, and the parent
-            # waits for the whole health check.
-            worker.child_conn.close()
-            if worker.exitcode == -signal.SIGBUS:
-                logger.critical("a worker could not write its metrics: %s is full", os.environ[PROCESS_FILES])
-        super().keep_subprocess_alive()
-
-    def terminate_all(self) -> None:
-        # The parent's copy of the socket would go on accepting connections that no worker answers.
-        for listener in self.sockets:
-            listener.close()
-        super().terminate_all()
 
 
 class LastAccepting(uvicorn.Server):
@@ -451,13 +399,12 @@ def _accepted(listener: socket.socket) -> Iterator[socket.socket]:
             yield listener.accept()[0]
 
 
-def uvicorn_config(settings: Settings, application: Callable[[], FastAPI]) -> uvicorn.Config:
+def uvicorn_config(settings: Settings, application: Callable[[], ASGIApp]) -> uvicorn.Config:
     """Return the configuration with which uvicorn runs the application."""
     protocol = partial(LimitedProtocol, upload_seconds=settings.upload_seconds)
     return uvicorn.Config(
         application,
         factory=True,
-        workers=settings.workers,
         loop="uvloop",
         http=cast(type[LimitedProtocol], protocol),  # Uvicorn wants a class, but only calls it.
         ws="none",
@@ -468,7 +415,6 @@ def uvicorn_config(settings: Settings, application: Callable[[], FastAPI]) -> uv
         backlog=BACKLOG,
         timeout_keep_alive=settings.keep_alive_seconds,
         timeout_graceful_shutdown=cast(int, settings.answer_seconds - linger_seconds(settings)),  # It only waits.
-        timeout_worker_healthcheck=_WORKER_TIMEOUT_S,
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
     )
@@ -476,39 +422,12 @@ def uvicorn_config(settings: Settings, application: Callable[[], FastAPI]) -> uv
 
 def serve(settings: Settings, listener: socket.socket, address: str, began: float) -> tuple[int, str]:
     """Serve until told to stop; return the exit code, and the reason in one line if it is not 0."""
-    make = partial(build, settings, address, began)
-    if settings.workers == 1:
-        return _serve_alone(settings, listener, make)
-    check(settings)  # Uvicorn would restart a worker that cannot use its settings for ever.
-    config = uvicorn_config(settings, make)
-    with tempfile.TemporaryDirectory(prefix="psc-metrics-", dir=metrics_parent()) as folder:
-        os.environ.setdefault(PROCESS_FILES, folder)
-        workers = Workers(config, [listener])
-        workers.run()
-    failed = any(worker.exitcode == STARTUP_FAILURE for worker in workers.processes)
-    return (ExitCode.BAD_INPUT, "a worker could not start; see the log") if failed else (ExitCode.OK, "")
+    if settings.fronts:
+        from app.processes import Processes
 
-
-def metrics_parent(places: Sequence[Path] | None = None) -> Path:
-    """Return the first of ``places`` with room for the workers' metrics: by default memory, then the disk.
-
-    The workers map these files, and a process that writes to a mapped file on a full disk is killed (SIGBUS).
-    """
-    if places is None:
-        places = [Path("/dev/shm")]
-        with contextlib.suppress(FileNotFoundError):  # No folder for temporary files may be written to.
-            places = [*places, Path(tempfile.gettempdir())]
-    for place in places:
-        if place.is_dir() and os.access(place, os.W_OK) and shutil.disk_usage(place).free >= METRICS_BYTES:
-            return place
-    raise UsageError(
-        f"several workers need {METRICS_BYTES >> 20} MiB for their metrics in {' or '.join(map(str, places))}; free "
-        "some space, set TMPDIR to a folder that has it, or serve with --workers 1"
-    )
-
-
-def _serve_alone(settings: Settings, listener: socket.socket, make: Callable[[], FastAPI]) -> tuple[int, str]:
-    app = make()
+        return Processes(settings, listener, address, began).run()
+    prepare_process(settings)
+    app = create_app(settings, host=UvicornHost(address, began))
     server = LastAccepting(uvicorn_config(settings, lambda: app))
     try:
         server.run([listener])

@@ -119,11 +119,12 @@ class Host:
     def models_changed(self) -> None:
         """React when every model is ready, or when models that a reload replaced have ended."""
 
+    def arriving(self) -> int:
+        """Return how many requests are on their way to the service in other processes."""
+        return 0
+
     def failed(self) -> None:
         """Replace the process; the service's ``exit_code`` and ``exit_message`` say why."""
-
-    def reloaded(self) -> None:
-        """Have the host's other processes reload too: a request made this one reload its bundles."""
 
 
 class Service:
@@ -159,8 +160,7 @@ class Service:
     async def start(self, *, wait_until_ready: bool) -> None:
         """Start the log and begin to load the models; :meth:`reasons` tells when they are ready.
 
-        With ``wait_until_ready``, return only then, and raise what goes wrong: other processes of the host answer
-        meanwhile.
+        With ``wait_until_ready``, return only then, and raise what goes wrong.
         """
         open_level = logging.INFO if self.settings.host in ("127.0.0.1", "::1", "localhost") else logging.WARNING
         if not self.keys.predict:
@@ -227,12 +227,6 @@ class Service:
         for pool in (self.parser, self.searcher):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    async def reload(self, name: str | None) -> list[tuple[str, str, str]]:
-        """Reload one bundle, or all, on request and tell the host; see :meth:`.Registry.reload`."""
-        changes = await self.registry.reload(name)
-        self._host.reloaded()
-        return changes
-
     async def reload_quietly(self) -> None:
         """Reload every bundle once no other reload is running; a failure is logged and changes nothing."""
         try:
@@ -262,7 +256,7 @@ class Service:
         self.registry.refresh_metrics()
         if self.log is not None:
             self.metrics.psc_log_held_bytes.set(self.log.held_bytes)
-        self.metrics.psc_inflight_requests.set(self.inflight)
+        self.metrics.psc_inflight_requests.set(self.inflight + self._host.arriving())
         self.metrics.psc_ready.set(0.0 if self.reasons() else 1.0)
 
     def refresh_gpu_metrics(self) -> None:

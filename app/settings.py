@@ -10,6 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, get_args
@@ -41,6 +42,8 @@ from psc_core.settings import Backend
 BACKLOG: Final = 2048  # the number of connections that may wait to be accepted
 # The decisions that ``log_images`` may name.
 _DECISIONS: Final = ("abstained", *dict.fromkeys((*REGRESSION_DECISIONS, *CLASSIFICATION_DECISIONS)))
+_MAX_FRONTS: Final = 8  # where ``workers`` is unset, as its description says
+_CPU_LIMIT: Final = Path("/sys/fs/cgroup/cpu.max")  # inside of a container
 _MAX_DECODERS: Final = 16  # where ``decode_threads`` is unset, as its description says
 _LOG_FRACTION: Final = 0.2  # the fraction of ``drain_seconds`` that is kept for the prediction log
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -101,6 +104,15 @@ def _threshold(declared: Any) -> Any:
     return Field(default=None, description=f"{field.description.removesuffix('.')}; unset: the bundle's own.")
 
 
+def _cpus() -> int:
+    """Return the number of CPUs that this process may use, in its container if there is one."""
+    cpus = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # No control group (version 2), or no limit.
+        quota, period = map(int, _CPU_LIMIT.read_text().split())
+        cpus = min(cpus, max(1, quota // period))
+    return cpus
+
+
 class Settings(BaseSettings):
     """The settings of one service process, each with the description that ``--help`` and the documentation show."""
 
@@ -125,13 +137,14 @@ class Settings(BaseSettings):
     """Port to listen on; 0 picks a free one."""
     grpc_port: int | None = Field(None, ge=1, le=65535)
     """Port on which the v2 protocol is also served over gRPC (extra `psc[grpc]`); unset: no gRPC."""
-    workers: int = Field(1, ge=1, le=1024)
-    """Number of worker processes, each with its own copy of the models."""
+    workers: int | None = Field(None, ge=0, le=1024)
+    """Number of processes that answer HTTP and decode images, before one more with the models; 0: one process does
+    everything; unset: as many as CPUs up to 2, then one fewer, at most 8; none on one CPU."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Device of the networks: `auto`, `cpu`, `cuda` or `cuda:N`."""
     threads: int | None = Field(None, ge=1, le=1024)
-    """Number of CPU threads of the network, which two batches at once share; unset: torch's choice divided by the
-    workers, or one thread if a full batch takes less than 2 ms."""
+    """Number of CPU threads of the network, which two batches at once share; unset: torch's choice, or one thread if a
+    full batch takes less than 2 ms."""
     backend: Literal["auto", Backend] = "auto"
     """Backend of the network on a CPU: `folded` (batch normalisation folded into convolutions), `plain`, `onnx` (ONNX
     Runtime, extra `psc[onnx]`); `auto` starts on the first, measures all and goes on with the fastest."""
@@ -167,7 +180,7 @@ class Settings(BaseSettings):
     """Largest gRPC message, bytes; unlike an HTTP body, it is held in memory before it can be checked."""
     max_buffered_bytes: int = Field(1 << 30, ge=1)
     """Memory that all requests may hold at once, bytes: twice their bodies, and images being decoded or waiting; beyond
-    it: 429. At most a quarter of the container's or machine's memory per worker."""
+    it: 429. At most a quarter of the container's or machine's memory."""
     max_images_per_request: int = Field(512, ge=1)
     """Maximum number of images in one request."""
     max_pixels: int = Field(DEFAULT_MAX_PIXELS, ge=1, le=PILLOW_MAX_PIXELS)
@@ -236,7 +249,7 @@ class Settings(BaseSettings):
     log_flush_seconds: float = Field(60.0, gt=0, le=86_400)
     """Longest time between an answer and its row, seconds; a crash loses no more."""
     log_buffer_bytes: int = Field(64 << 20, ge=1 << 16)
-    """Memory of each worker for rows and images that are not yet written, bytes; beyond it they are dropped."""
+    """Memory for rows and images that are not yet written, bytes; beyond it they are dropped."""
     otel: bool = False
     """Export traces with OpenTelemetry (extra `psc[otel]`)."""
     drift_window: int = Field(1000, ge=1, le=1_000_000)
@@ -244,7 +257,7 @@ class Settings(BaseSettings):
     drift_false_alarm: float = Field(0.01, gt=0, lt=1)
     """Bound on the probability that any of the `drift_monitors` ever raises a false alarm."""
     drift_monitors: int = Field(100, ge=1, le=1_000_000)
-    """Number of monitors that share the bound: each start or reload of a worker begins one per model."""
+    """Number of monitors that share the bound: each start or reload of a process begins one per model."""
 
     @field_validator("port", "grpc_port", mode="before")
     @classmethod
@@ -297,6 +310,14 @@ class Settings(BaseSettings):
     def answer_seconds(self) -> float:
         """The part of ``drain_seconds`` in which accepted requests are answered; the log is written in the rest."""
         return self.drain_seconds if self.log is None else (1 - _LOG_FRACTION) * self.drain_seconds
+
+    @cached_property
+    def fronts(self) -> int:
+        """The number of processes before the one with the models; 0 if that is the only one."""
+        if self.workers is not None:
+            return self.workers
+        cpus = _cpus()
+        return min(_MAX_FRONTS, cpus if cpus == 2 else cpus - 1)
 
     @cached_property
     def decoders(self) -> int:

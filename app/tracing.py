@@ -23,6 +23,7 @@ from psc_core.errors import needs
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _ids: Final = random.Random()  # Not ``secrets``: ids must not collide, but may be guessed.
+os.register_at_fork(after_in_child=_ids.seed)
 
 
 class TraceContext(NamedTuple):

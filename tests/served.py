@@ -33,6 +33,8 @@ class Server:
     def __init__(
         self, *flags: str, program: Sequence[str] = PSC_SERVE, environment: Mapping[str, str] = MappingProxyType({})
     ) -> None:
+        if not any(flag.startswith("--workers") for flag in flags):
+            flags = ("--workers=0", *flags)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
         self.process = warm.Process(
             [*program, "--port=0", "--device=cpu", "--backend=folded", *flags],
@@ -53,10 +55,14 @@ class Server:
         return int(self.url.rsplit(":", 1)[1])
 
     @property
-    def workers(self) -> set[int]:
-        pid = self.process.pid
-        children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        return {child for child in children if is_alive(child) and warm.is_worker(child)}
+    def children(self) -> dict[str, int]:
+        """The living processes that the first one has started, by their names."""
+        pid, named = self.process.pid, {}
+        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            with contextlib.suppress(FileNotFoundError):
+                if is_alive(child):
+                    named[Path(f"/proc/{child}/comm").read_text().strip()] = child
+        return named
 
     def until(self, condition: Callable[[], object]) -> None:
         end = time.monotonic() + GUARD_SECONDS

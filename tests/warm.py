@@ -10,10 +10,8 @@ import gc
 import importlib
 import inspect
 import json
-import multiprocessing.util
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -34,7 +32,6 @@ LIBRARIES: Final = (
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 FRESH: Final = subprocess.Popen
 PYTHON: Final = sys.executable
-WORKER: Final = "worker"  # the name of a process that another one has started by multiprocessing
 
 
 class Process(subprocess.Popen[str]):
@@ -55,10 +52,6 @@ class Process(subprocess.Popen[str]):
         self._child_created = True
         names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(asked[name] for name in names))  # type: ignore[attr-defined]
-
-
-def is_worker(pid: int) -> bool:
-    return Path(f"/proc/{pid}/comm").read_text().strip() == WORKER
 
 
 def run(command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -136,32 +129,8 @@ def _become(about: dict[str, Any], files: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(about["environment"])
     os.chdir(about["cwd"])
-    for number in about.get("ignored", ()):
-        signal.signal(number, signal.SIG_IGN)
     if about.get("leads"):
         os.setsid()
-
-
-def _start_workers_warm() -> None:
-    """Let multiprocessing start processes as forks of what this process is now."""
-    ours, theirs = socket.socketpair()
-    if not os.fork():
-        ours.close()
-        if (asked := _fork_on_request(theirs)) is None:
-            os._exit(0)
-        _become(*asked)
-        if "--multiprocessing-fork" in asked[0]["words"]:
-            _control(_PR_SET_NAME, WORKER.encode())
-        _run(asked[0]["words"])
-    theirs.close()
-    _control(_PR_SET_CHILD_SUBREAPER, 1)
-
-    def spawn(_: bytes, words: Sequence[str], files: Sequence[int]) -> int:
-        ignored = [each for each in signal.valid_signals() if signal.getsignal(each) == signal.SIG_IGN]
-        about = {"words": words[1:], "environment": dict(os.environ), "cwd": str(Path.cwd()), "ignored": ignored}
-        return _ask(ours, {**about, "numbers": list(files)}, files)
-
-    multiprocessing.util.spawnv_passfds = spawn  # type: ignore[assignment]
 
 
 def _run(words: Sequence[str]) -> None:
@@ -199,6 +168,4 @@ if __name__ == "__main__":
     if asked is None:
         os._exit(0)
     _become(*asked)
-    if any(word.startswith("--workers") for word in asked[0]["words"]):
-        _start_workers_warm()
     _run(asked[0]["words"])

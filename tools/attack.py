@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -163,10 +164,12 @@ def semicolons(url: str) -> Seen:
     return Seen(f"{status}, /healthz waited {longest[0]:.2f} s", longest[0] <= STALL_SECONDS)
 
 
-def killed_worker(_url: str) -> Seen:
+def killed(name: str, _url: str) -> Seen:
     with serve(f"--bundle={SHIPPED_BUNDLE}", "--workers=2") as server:
-        seen = kill(server)
-    now = f"{seen.lost} requests lost, {seen.meanwhile} answered meanwhile, none for {seen.longest_gap_s:.2f} s at most"
+        seen = kill(server, name)
+    now = (
+        f"{seen.lost} requests lost, {seen.refused} answered 503, none predicted for {seen.longest_gap_s:.2f} s at most"
+    )
     return Seen(now, seen.lost <= CLIENTS and not seen.wrong)
 
 
@@ -222,7 +225,8 @@ CASES = (
     Case("progressive JPEG of 49 megapixels", progressive_jpeg),
     Case("512 PNGs of 25 megapixels in one request", many_large_images),
     Case("900 part headers of 4,000 semicolons", semicolons),
-    Case("SIGKILL of one of two workers, 8 clients", killed_worker),
+    Case("SIGKILL of one of two fronts, 8 clients", partial(killed, "psc-front-0")),
+    Case("SIGKILL of the engine behind them, 8 clients", partial(killed, "psc-engine")),
     Case("a bundle edited to a 2048² input", large_input),
     Case("gRPC: 10 million empty outputs", attack_grpc.empty_outputs),
     Case("gRPC: 400,000 empty outputs", attack_grpc.few_empty_outputs),

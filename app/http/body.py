@@ -15,7 +15,7 @@ import asyncio
 import binascii
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
@@ -161,8 +161,16 @@ _RAW: Final = frozenset({b"binary", b"8bit", b"7bit", b"identity"})  # the encod
 _FORMS: Final = "multipart/form-data with the field 'images', application/json, or image/*"
 
 
-async def read_images(request: Request, settings: Settings, parser: Executor) -> list[EncodedImage]:
+GIVEN: Final = "images"  # in the scope of a request, its images as a front has read them, or its error
+
+
+async def read_images(request: Request, settings: Settings, parser: Executor) -> Sequence[EncodedImage]:
     """Read the images of a request, at least one."""
+    given: Sequence[EncodedImage] | Exception | None = request.scope.get(GIVEN)
+    if isinstance(given, Exception):
+        raise given
+    if given is not None:
+        return given
     content_type = request.headers.get("content-type", "")
     media = content_type.partition(";")[0].strip().lower()
     if media.startswith("image/"):

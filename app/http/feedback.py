@@ -66,7 +66,7 @@ def _row(writer: LogWriter, label: Label) -> dict[str, Any]:
     if row is None:
         raise UnknownImage(
             f"the log has no row of image {key[1]} of request {key[0]!r}; it was not drawn (log_rows), or another "
-            "worker still holds it: try again after log_flush_seconds"
+            "replica still holds it: try again after log_flush_seconds"
         )
     return row
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
@@ -19,10 +19,11 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import MEDIA_TYPE, BodyTooLarge, TooManyRequests, UnsupportedEncoding, error_response, make_problem
-from app.memory import COPIES
+from app.memory import COPIES, MemoryBudget
 from app.metrics import Metrics
 from app.service import Service
-from app.tracing import current_trace, trace_of_request
+from app.settings import Settings
+from app.tracing import TraceContext, current_trace, trace_of_request
 from psc_core.errors import shorten
 
 _CALLS: Final = {f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady")}
@@ -37,16 +38,24 @@ def is_probe(path: str) -> bool:
     return path in _PROBES or (path.endswith("/ready") and _PROBE_OF_MODEL.fullmatch(path) is not None)
 
 
+@runtime_checkable
+class Limited(Protocol):
+    """A service, or a front of one."""
+
+    settings: Settings
+    memory: MemoryBudget
+    inflight: int  # the number of requests that are being answered
+
+
 class RequestLimits:
     """Limits the number of concurrent requests, the body of each, and the memory of all bodies.
 
     A compressed body is refused before any route reads it: its size after inflation has no limit.
     """
 
-    def __init__(self, app: ASGIApp, *, service: Service) -> None:
+    def __init__(self, app: ASGIApp, *, service: Limited) -> None:
         self.app = app
-        self._service = service  # the service whose settings apply, and whose ``inflight`` is kept up to date
-        self._max_requests = service.settings.max_requests
+        self._service = service  # whose settings apply, and whose ``inflight`` is kept up to date
         self._max_bytes = service.settings.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,8 +87,8 @@ class RequestLimits:
 
     def _check(self, scope: Scope) -> None:
         """Refuse what the head alone shows to be too much."""
-        if self._service.inflight > self._max_requests and not is_probe(scope["path"]):
-            raise TooManyRequests(f"more than {self._max_requests} requests at once; try again in 1 s", retry_after=1)
+        if not is_probe(scope["path"]):
+            check_count(self._service)
         if scope["method"] not in _WITHOUT_BODY:
             _check_encoding(scope["headers"])
         announced = _announced_bytes(scope["headers"])
@@ -90,6 +99,13 @@ class RequestLimits:
 
     def _too_large(self, got: str) -> BodyTooLarge:
         return BodyTooLarge(f"expected a body of at most {self._max_bytes} bytes, got {got}; send less")
+
+
+def check_count(service: Limited) -> None:
+    """Refuse a request, which counts already, if there are too many at once."""
+    most = service.settings.max_requests
+    if service.inflight > most:
+        raise TooManyRequests(f"more than {most} requests at once; try again in 1 s", retry_after=1)
 
 
 def _check_encoding(headers: Sequence[tuple[bytes, bytes]]) -> None:
@@ -175,13 +191,12 @@ class Telemetry:
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
         self.app = app
         self._service = service
-        self._access_log = service.settings.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        service, began, status = self._service, time.perf_counter(), 0
+        service, began, status = self._service, scope.get("began") or time.perf_counter(), 0
         trace = trace_of_request(scope["headers"])
         token = current_trace.set(trace)
 
@@ -189,22 +204,30 @@ class Telemetry:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                last = [(b"connection", b"close")] if service.draining else []
-                own = (b"traceresponse", trace.traceparent.encode("ascii"))
-                message["headers"] = [*message.get("headers", ()), *last, own]
+                message["headers"] = [*message.get("headers", ()), *own_headers(service, trace)]
             await send(message)
 
         try:
             await self.app(scope, receive, send_with_trace)
         finally:
-            seconds = time.perf_counter() - began
-            route = getattr(scope.get("route"), "path", "unmatched")
-            service.metrics.psc_request_seconds.labels(route=route, status=str(status)).observe(seconds)
-            if self._access_log:
-                (address, _), path = scope.get("client") or (None, 0), shorten(scope["path"])
-                extra = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
-                logger.info("request", extra={**extra, "client": address and shorten(address)})
+            note_request(service, scope, getattr(scope.get("route"), "path", "unmatched"), status, began)
             current_trace.reset(token)
+
+
+def own_headers(service: Service, trace: TraceContext) -> list[tuple[bytes, bytes]]:
+    """Return the headers that every answer has."""
+    last = [(b"connection", b"close")] if service.draining else []
+    return [*last, (b"traceresponse", trace.traceparent.encode("ascii"))]
+
+
+def note_request(service: Service, scope: Scope, route: str, status: int, began: float) -> None:
+    """Count and time a request that was answered, and log it if the settings say so."""
+    seconds = time.perf_counter() - began
+    service.metrics.psc_request_seconds.labels(route=route, status=str(status)).observe(seconds)
+    if service.settings.access_log:
+        (address, _), path = scope.get("client") or (None, 0), shorten(scope["path"])
+        extra = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
+        logger.info("request", extra={**extra, "client": address and shorten(address)})
 
 
 class DirectRoutes:

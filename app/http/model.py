@@ -98,16 +98,15 @@ class ModelDocument(Document):
 
 
 class RecentDocument(Document):
-    """A summary of the latest answers of one process of the service."""
+    """A summary of the latest answers."""
 
     images: int = Field(description="The number of monitored images in the window, at most `drift_window`.")
     ood_fraction: float = Field(description="The fraction of these images with p ≤ alpha.")
     alpha: float
     drift_active: bool = Field(description="Whether an episode of drift is going on.")
-    drift_alarms: int = Field(description="The number of episodes since this process began to serve the model.")
+    drift_alarms: int = Field(description="The number of episodes since the service began to serve the model.")
     tail_probability: float = Field(description="As `psc_drift_window_tail_probability`.")
     hour: dict[str, list[int]] = Field(description="The last hour's monitored images by decision, oldest first.")
-    workers: int = Field(description="The number of processes; each knows its own answers only.")
     queued_images: int
     queue_limit: int
 
@@ -188,7 +187,7 @@ live_router = APIRouter(tags=["model"], responses=responses(401, 404, 503))
 
 @live_router.get("/models/{name}/live", summary="The last images of a model")
 async def live(request: Request, name: str) -> RecentDocument:
-    """Summarise this process's latest answers: the fraction of out-of-distribution images, drift, and the queue."""
+    """Summarise the latest answers: the fraction of out-of-distribution images, drift, and the queue."""
     served = service_to("predict", request).registry.get(name)
     drift = served.recorder.drift
     return RecentDocument(
@@ -199,7 +198,6 @@ async def live(request: Request, name: str) -> RecentDocument:
         drift_alarms=drift.alarms,
         tail_probability=drift.window_tail_probability,
         hour=served.recorder.last_hour(),
-        workers=service_of(request).settings.workers,
         queued_images=served.engine.pending,
         queue_limit=served.recorder.queue_limit,
     )
@@ -299,12 +297,9 @@ async def metrics(request: Request) -> Response:
     openapi_extra={"parameters": query_parameters(_ReloadQuery)},
 )
 async def reload(request: Request) -> ReloadDocument:
-    """Load and warm up the new model beside the old one, then swap them; a bad bundle changes nothing.
-
-    With several workers, the one that answers has reloaded by then; after that, all are replaced one by one.
-    """
+    """Load and warm up the new model beside the old one, then swap them; a bad bundle changes nothing."""
     service = service_to("admin", request)
-    changes = await service.reload(parse_query(_ReloadQuery, request).model)
+    changes = await service.registry.reload(parse_query(_ReloadQuery, request).model)
     return ReloadDocument(
         reloaded=[ReloadedModel(name=name, previous_version=before, version=now) for name, before, now in changes]
     )

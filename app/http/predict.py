@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Union
 
@@ -12,19 +13,20 @@ from pydantic import create_model
 from app.errors import MalformedRequest, responses
 from app.http.body import IMAGES_BODY, has_disconnected, parse_query, query_parameters, read_images
 from app.inference.batcher import RequestMode
+from app.inference.decoder import EncodedImage
 from app.models import Predicted, ServedModel, explain
-from app.service import service_to
+from app.service import Service, service_to
 from psc_core.answers import BasePolicy, PredictQuery
 from psc_core.tasks import TASKS
 
 # The parameters of all tasks, any of which may be asked.
-_Query: Final[type[PredictQuery]] = create_model(
+QUERY: Final[type[PredictQuery]] = create_model(
     "PredictQuery", __base__=tuple(task.query_type for task in TASKS.values())
 )
 _ROUTE: Final[dict[str, Any]] = {
     "response_model": Union[*(task.response_type for task in TASKS.values())],
     "responses": responses(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504),
-    "openapi_extra": {"requestBody": IMAGES_BODY, "parameters": query_parameters(_Query)},
+    "openapi_extra": {"requestBody": IMAGES_BODY, "parameters": query_parameters(QUERY)},
 }
 router = APIRouter(tags=["predict"])
 
@@ -46,33 +48,54 @@ async def predict_with(request: Request, name: str) -> Response:
 
 async def _predict(request: Request, name: str | None) -> Response:
     service = service_to("predict", request)
-    registry = service.registry
-    query = parse_query(_Query, request)
-    if query.map and not query.explain:
+
+    async def read(served: ServedModel, mode: RequestMode) -> Sequence[EncodedImage]:
+        served.engine.check_room(mode)
+        return await read_images(request, service.settings, service.parser)
+
+    body = await predict_images(
+        service,
+        name,
+        parse_query(QUERY, request).model_dump(exclude_none=True),
+        read,
+        partial(has_disconnected, request.receive),
+    )
+    return Response(body, media_type="application/json")
+
+
+async def predict_images(
+    service: Service,
+    name: str | None,
+    query: Mapping[str, Any],
+    read: Callable[[ServedModel, RequestMode], Awaitable[Sequence[EncodedImage]]],
+    disconnected: Callable[[], bool],
+) -> bytes:
+    """Return the answer to a request with these parameters, by name, whose images ``read`` reads."""
+    registry, is_explained = service.registry, query["explain"]
+    if query["map"] and not is_explained:
         raise MalformedRequest("a map is part of an explanation; ask for both with explain=true&map=true")
     mode = RequestMode.PREDICT
-    if query.explain:
-        mode = RequestMode.EXPLAIN_WITH_MAP if query.map else RequestMode.EXPLAIN
+    if is_explained:
+        mode = RequestMode.EXPLAIN_WITH_MAP if query["map"] else RequestMode.EXPLAIN
     served = registry.get(name)
     policy, options = _split_query(served, query, mode)
-    served.engine.check_room(mode)
-    images = await read_images(request, service.settings, service.parser)
+    images = await read(served, mode)
     before, served = served, registry.get(name)
     if served is not before:  # A reload has swapped the model while the body arrived.
         policy, options = _split_query(served, query, mode)
-    disconnected = partial(has_disconnected, request.receive)
-    predicted = await served.predict(images, policy, disconnected=disconnected, mode=mode, monitor=query.monitor)
-    return Response(predict_response(served, policy, predicted, **options), media_type="application/json")
+    monitor = query["monitor"]
+    predicted = await served.predict(images, policy, disconnected=disconnected, mode=mode, monitor=monitor)
+    return predict_response(served, policy, predicted, **options)
 
 
-def _split_query(served: ServedModel, query: PredictQuery, mode: RequestMode) -> tuple[BasePolicy, dict[str, int]]:
+def _split_query(served: ServedModel, query: Mapping[str, Any], mode: RequestMode) -> tuple[BasePolicy, dict[str, int]]:
     """Return the policy of a request and the options of its task's answers; refuse what the model does not have."""
-    task, given = served.model.task, query.model_dump(exclude_none=True)
-    if unknown := sorted(given.keys() - task.query_type.model_fields):
+    task = served.model.task
+    if unknown := sorted(query.keys() - task.query_type.model_fields):
         raise MalformedRequest(f"model {served.name!r} is a {task.noun}, which has no {unknown[0]}; leave it out")
     served.check_map(mode)
-    changes = {name: value for name, value in given.items() if name in task.policy_type.model_fields}
-    options = {name: value for name, value in given.items() if name not in {*changes, *PredictQuery.model_fields}}
+    changes = {name: value for name, value in query.items() if name in task.policy_type.model_fields}
+    options = {name: value for name, value in query.items() if name not in {*changes, *PredictQuery.model_fields}}
     return served.policy_with(**changes), options
 
 

@@ -533,7 +533,7 @@ async def index(request: Request) -> list[RepositoryModel]:
 async def load(request: Request, name: str) -> dict[str, str]:
     """Load and warm up the model's bundle, then swap it in; a bad bundle changes nothing."""
     service = service_to("admin", request)
-    await service.reload(name)
+    await service.registry.reload(name)
     return {}
 
 
@@ -541,8 +541,6 @@ async def load(request: Request, name: str) -> dict[str, str]:
 async def unload(request: Request, name: str) -> dict[str, str]:
     """Take the model out of service; the requests that it has admitted are answered."""
     service = service_to("admin", request)
-    if service.settings.workers > 1:
-        raise MalformedRequest("a worker cannot unload a model for the others; serve with workers = 1")
     service.registry.unload(name)
     return {}
 

@@ -40,6 +40,35 @@ class EncodedImage:
     name: str | None = None
 
 
+class DecodedImages(Sequence[EncodedImage]):
+    """The files of a request that a front has decoded too, in memory that is the request's until it is answered."""
+
+    def __init__(
+        self,
+        pixels: Images,
+        files: Sequence[tuple[memoryview, str | None]],
+        fingerprints: list[int],
+        version: str,
+        *,
+        began: float,
+        seconds: float,
+    ) -> None:
+        self.pixels = pixels
+        self.fingerprints = fingerprints
+        self.version = version  # of the model for which they are decoded
+        self.began = began  # when the request came, by the monotonic clock
+        self.seconds = seconds  # the time in which they were decoded
+        self._files = files  # bytes and name of each
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a copy of one file."""
+        data, name = self._files[index]
+        return EncodedImage(bytes(data), name)
+
+
 class Decoder:
     """Decodes the images of one request into one array."""
 
@@ -49,11 +78,12 @@ class Decoder:
         self._pool = pool  # the threads that decode every request that is not tiny
         self.memory = memory
         self._preprocess = preprocess  # the host's part of the preprocessing; thread-safe
-        self.image_bytes = math.prod(preprocess.shape)  # the size of a decoded image
+        self.shape = preprocess.shape  # of a decoded image
+        self.image_bytes = math.prod(self.shape)
         self._settings = settings
 
-    def decode_now(self, images: Sequence[EncodedImage]) -> npt.NDArray[np.uint8] | None:
-        """Decode images if that takes no longer than handing them to a thread; else return None."""
+    def decode_now(self, images: Sequence[EncodedImage], into: Images | None = None) -> Images | None:
+        """Decode images, perhaps into an array, if that takes no longer than handing them to a thread; or None."""
         if sum(len(image.data) for image in images) > self._settings.inline_decode_bytes:
             return None
         limit = min(_MAX_INLINE_PIXELS // len(images), self._settings.max_pixels)
@@ -65,20 +95,21 @@ class Decoder:
                 return None
             except ImageError as error:
                 raise ImageRefused(index, image.name, error) from error
-        return np.stack(decoded)
+        return np.stack(decoded, out=into)
 
     def decode_later(
         self,
         images: Sequence[EncodedImage],
+        into: Images | None = None,
         *,
         is_wanted: Callable[[], bool],
         on_done: Callable[[npt.NDArray[np.uint8], Exception | None], Any],
     ) -> None:
-        """Decode images on the pool, while ``is_wanted()``.
+        """Decode images on the pool, perhaps into an array, while ``is_wanted()``.
 
         ``on_done`` is called once, on a pool thread, with the images and the error of the first bad one, or None.
         """
-        decoded = np.empty((len(images), *self._preprocess.shape), np.uint8)
+        decoded = np.empty((len(images), *self.shape), np.uint8) if into is None else into
         settings, chunks = self._settings, min(self._settings.decoders, len(images))
         progress = _Progress(chunks, settings.max_pixels_per_request, lambda error: on_done(decoded, error))
 
@@ -153,6 +184,8 @@ async def fingerprints(images: Sequence[EncodedImage] | Images) -> list[int]:
     ``hash`` of bytes is SipHash with a key that Python draws when it starts: ten times as fast as a cryptographic hash,
     and nobody outside can construct two images with the same hash.
     """
+    if isinstance(images, DecodedImages):
+        return images.fingerprints
     # map() is lazy: the bytes are read only where the list is made, perhaps on a thread.
     if isinstance(images, np.ndarray):
         size, hashes = images.nbytes, map(hash, map(np.ndarray.tobytes, images))

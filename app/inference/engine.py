@@ -25,7 +25,7 @@ import numpy as np
 
 from app.errors import ImageRefused, NotReady, TooManyPixels
 from app.inference.batcher import Batcher, Images, QueuedRequest, RequestMode, RequestQueue, Result, State
-from app.inference.decoder import Decoder, EncodedImage
+from app.inference.decoder import DecodedImages, Decoder, EncodedImage
 from app.inference.steps import Step
 from app.inference.worker import DeviceWorker
 from app.metrics import ModelRecorder
@@ -113,10 +113,14 @@ class Engine:
     ) -> Result:
         done: asyncio.Future[Result] = self._loop.create_future()
         now = time.monotonic()
+        deadline = (images.began if isinstance(images, DecodedImages) else now) + self._deadline_s
         with self._queue as batcher:
-            request = batcher.reserve(len(images), now=now, deadline=now + self._deadline_s, mode=mode, waiter=done)
+            request = batcher.reserve(len(images), now=now, deadline=deadline, mode=mode, waiter=done)
         if isinstance(images, np.ndarray):
             self._arrive(request, images)
+        elif isinstance(images, DecodedImages):
+            self._recorder.decoded(images.seconds)
+            self._arrive(request, images.pixels)
         else:
             self._decode(request, images)
         self._waiting[request] = disconnected

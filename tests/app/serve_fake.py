@@ -1,11 +1,10 @@
 """``psc-serve`` with a fake model in place of its bundles: ``python -m tests.app.serve_fake [--flags] [step=SECONDS]
-[state=FOLDER] [linger=SECONDS]``.
+[state=FOLDER] [linger=SECONDS] [moves=SECONDS]``.
 
 A file in the folder changes what happens from then on.  ``dead``: every step fails.  ``hang``: the next step never ends
 and leaves a file ``hanging``.  ``bad``: no bundle can be loaded.
 """
 
-import os
 import sys
 import threading
 from pathlib import Path
@@ -20,7 +19,7 @@ from psc_core.errors import BundleError
 from tests.app.fakes import FakeModel, FakePipeline
 
 WORDS = [each for each in sys.argv[1:] if not each.startswith("--")]
-OPTIONS = dict(each.split("=") for each in WORDS or os.environ.get("SERVE_FAKE", "").split())
+OPTIONS = dict(each.split("=") for each in WORDS)
 STATE = Path(OPTIONS.get("state", "/nowhere"))
 
 
@@ -41,11 +40,13 @@ def load(*_: Any, **__: Any) -> FakeModel:
     return model
 
 
-if __name__ in ("__main__", "__mp_main__"):  # In the workers too, which import this module under the second name.
+if __name__ == "__main__":
     app.models.build_model = load  # type: ignore[assignment]
     app.models.check_affordable = lambda *_, **__: None  # type: ignore[assignment]
     app.main.LINGER_SECONDS = float(OPTIONS.get("linger", 1.0))  # type: ignore[misc]
-if __name__ == "__main__":
-    os.environ["SERVE_FAKE"] = " ".join(WORDS)  # For the workers.
+    if "moves" in OPTIONS:
+        from app import processes
+
+        processes.HANG_SECONDS = float(OPTIONS["moves"])  # type: ignore[misc]
     sys.argv[1:] = [each for each in sys.argv[1:] if each.startswith("--")]
     main()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import json
-import os
 import platform
 import shutil
 import signal
@@ -17,11 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -30,17 +25,16 @@ import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 
-from app.main import linger_seconds, network_threads
-from app.server import METRICS_BYTES, LastAccepting, LimitedProtocol, metrics_parent, uvicorn_config
+from app.main import linger_seconds
+from app.server import LastAccepting, LimitedProtocol, uvicorn_config
 from app.settings import load_settings
-from psc_core.errors import UsageError
 from tests import warm
 from tests.app.fakes import png
 from tests.app.support import PNG, running, until
 from tests.app.test_cli import command
 from tests.app.test_healthcheck import healthcheck
 from tests.conftest import ROOT
-from tests.served import GUARD_SECONDS, HTTP, Server, is_alive, make_certificate, serve_fake
+from tests.served import GUARD_SECONDS, HTTP, Server, make_certificate, serve_fake
 
 HALF = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 100\r\n\r\nabc"
 CLIENTS = 24
@@ -83,7 +77,7 @@ async def send_until_told_to_leave(url: str, began: threading.Event, *, keep_ali
     return answered, wrong
 
 
-@pytest.mark.parametrize(("keep_alive", "workers"), [(True, 1), (False, 1), (False, 2)])
+@pytest.mark.parametrize(("keep_alive", "workers"), [(True, 0), (False, 0), (True, 2), (False, 2)])
 def test_sigterm_under_load_answers_every_request(keep_alive: bool, workers: int) -> None:
     with serve_fake("step=0.02", "linger=5", f"--workers={workers}") as server:
         began = threading.Event()
@@ -100,8 +94,12 @@ def test_sigterm_under_load_answers_every_request(keep_alive: bool, workers: int
         assert server.end() == 0
 
 
-def test_sigterm_answers_on_an_open_connection() -> None:
-    with serve_fake("linger=30") as server, httpx.Client(verify=False, timeout=GUARD_SECONDS) as client:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sigterm_answers_on_an_open_connection(workers: int) -> None:
+    with (
+        serve_fake("linger=30", f"--workers={workers}") as server,
+        httpx.Client(verify=False, timeout=GUARD_SECONDS) as client,
+    ):
         assert "connection" not in client.get(server.url + "/healthz").headers
         server.process.send_signal(signal.SIGTERM)
         server.wait_for_log('"draining"')
@@ -111,8 +109,12 @@ def test_sigterm_answers_on_an_open_connection() -> None:
         assert client.get(server.url + "/readyz").json()["reasons"] == {"service": "draining"}
 
 
-def test_sigterm_ends_the_process_when_the_device_hangs(tmp_path: Path) -> None:
-    with serve_fake("step=0.01", f"state={tmp_path}", "--drain-seconds=1") as server, connect(server) as client:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sigterm_ends_the_process_when_the_device_hangs(workers: int, tmp_path: Path) -> None:
+    with (
+        serve_fake("step=0.01", f"state={tmp_path}", "--drain-seconds=1", f"--workers={workers}") as server,
+        connect(server) as client,
+    ):
         (tmp_path / "hang").touch()
         client.sendall(whole())
         server.until((tmp_path / "hanging").exists)
@@ -121,8 +123,9 @@ def test_sigterm_ends_the_process_when_the_device_hangs(tmp_path: Path) -> None:
     assert server.count_in_log("draining") and server.count_in_log("Finished server")
 
 
-def test_sigterm_ends_the_process_when_a_body_does_not_come() -> None:
-    with serve_fake("--drain-seconds=1") as server, connect(server) as client:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sigterm_ends_the_process_when_a_body_does_not_come(workers: int) -> None:
+    with serve_fake("--drain-seconds=1", f"--workers={workers}") as server, connect(server) as client:
         client.sendall(HALF)
         server.until(lambda: "psc_inflight_requests 2.0" in server.metrics())  # The other one asks for the metrics.
         assert server.terminate() == 0
@@ -147,8 +150,9 @@ def test_sigterm_while_models_are_warmed_up_ends_the_process_with_0(flags: tuple
         assert server.end() == 0
 
 
-def test_the_access_log_has_the_client_that_a_proxy_names() -> None:
-    with serve_fake("--access-log") as server:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_access_log_has_the_client_that_a_proxy_names(workers: int) -> None:
+    with serve_fake("--access-log", f"--workers={workers}") as server:
         for headers in ({}, {"x-forwarded-for": "203.0.113.9"}, {"x-forwarded-for": "9" * 60_000}):
             assert HTTP.get(server.url + "/healthz", headers=headers).status_code == 200
         assert server.terminate() == 0
@@ -165,8 +169,11 @@ def test_sighup_reloads_in_the_same_process() -> None:
         assert server.count_in_log("Started server process") == 1
 
 
-def test_requests_of_clients_that_left_leave_the_queue(tmp_path: Path) -> None:
-    with serve_fake("step=0.01", f"state={tmp_path}", "--deadline-seconds=1000", "--drain-seconds=1") as server:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_requests_of_clients_that_left_leave_the_queue(workers: int, tmp_path: Path) -> None:
+    with serve_fake(
+        "step=0.01", f"state={tmp_path}", "--deadline-seconds=1000", "--drain-seconds=1", f"--workers={workers}"
+    ) as server:
         (tmp_path / "hang").touch()
         clients = [connect(server) for _ in range(6)]
         clients[0].sendall(whole())
@@ -189,17 +196,6 @@ def test_a_dead_device_ends_the_process_with_1_after_answering(tmp_path: Path) -
     with serve_fake(f"state={tmp_path}", ready=False) as server:  # And at the warm-up.
         assert server.end() == 1
         assert json.loads(server.log[-1])["level"] == "critical"
-
-
-def test_metrics_of_several_workers_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = tmp_path / "small", tmp_path / "large"
-    free = {small: METRICS_BYTES - 1, large: METRICS_BYTES}
-    for place in free:
-        place.mkdir()
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free[place]))
-    assert metrics_parent([tmp_path / "absent", small, large]) == large
-    with pytest.raises(UsageError):
-        metrics_parent([small])
 
 
 @pytest.mark.anyio
@@ -235,25 +231,18 @@ def test_lingering_and_draining_leave_time_for_the_log(drain_seconds: float, log
     assert linger_seconds(settings) + drain == pytest.approx(fraction * drain_seconds)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [({}, 8), ({"workers": 2}, 4), ({"workers": 3}, 2), ({"workers": 16}, 1), ({"workers": 2, "threads": 8}, 8)],
-)
-def test_workers_share_the_threads_unless_told(settings: dict[str, int], expected: int) -> None:
-    assert network_threads(load_settings(settings), 8) == expected
-
-
 def tiff(compression: str, mode: str = "L") -> bytes:
     buffer = io.BytesIO()
     Image.linear_gradient("L").convert(mode).save(buffer, "TIFF", compression=compression)
     return buffer.getvalue()
 
 
-def test_damaged_images_write_nothing_between_the_lines_of_the_log() -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_damaged_images_write_nothing_between_the_lines_of_the_log(workers: int) -> None:
     whole = [tiff("tiff_lzw"), tiff("tiff_adobe_deflate"), tiff("packbits"), tiff("group4", "1"), tiff("jpeg")]
     damaged = [data[:100] + b"\xa5" * 40 + data[140:] for data in whole]
     beyond_its_end = tiff("raw").replace(struct.pack("<HHL", 258, 3, 1), struct.pack("<HHL", 258, 3, 40_000))
-    with serve_fake() as server:
+    with serve_fake(f"--workers={workers}") as server:
         for image in (*damaged, beyond_its_end):
             answer = HTTP.post(server.url + "/predict", content=image, headers=PNG)
             assert answer.status_code in (200, 422)  # libtiff goes on after some errors.
@@ -316,7 +305,7 @@ def test_a_thread_that_computes_does_not_abort_the_process(seconds: float, wait:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_https_with_a_certificate(tmp_path: Path, workers: int) -> None:
     certificate, key = make_certificate(tmp_path)
     trust = ssl.create_default_context(cafile=str(certificate))
@@ -390,147 +379,3 @@ def test_no_key_is_in_the_log_or_the_metrics() -> None:
     written = "".join(server.log) + metrics
     assert '"path":"/predict"' in written
     assert [name for name, key in keys.items() if key in written] == []
-
-
-PREDICTIONS = 'psc_predictions_total{label="dark",model="m"} %d.0'
-
-
-def predict(server: Server) -> httpx.Response:
-    return HTTP.post(server.url + "/predict", content=png(1), headers=PNG)
-
-
-@contextmanager
-def two_workers(*arguments: str) -> Iterator[Server]:
-    with serve_fake("--workers=2", *arguments) as server:
-        server.wait_for_log('"model ready"', 2)
-        yield server
-
-
-@pytest.fixture(scope="module")
-def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("state")
-
-
-@pytest.fixture(scope="module")
-def server(state: Path) -> Iterator[Server]:
-    with two_workers("--admin-keys=secret", f"state={state}") as started:
-        yield started
-
-
-@contextmanager
-def predicting(server: Server) -> Iterator[list[int]]:
-    """The statuses of predictions that are made one after the other meanwhile; 0 for a failure."""
-    statuses: list[int] = []
-    ended = threading.Event()
-
-    def send() -> None:
-        while not ended.is_set():
-            try:
-                statuses.append(predict(server).status_code)
-            except httpx.HTTPError:
-                statuses.append(0)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        yield statuses
-    finally:
-        ended.set()
-        thread.join()
-
-
-def test_metrics_are_sums_over_workers_and_forget_dead_ones() -> None:
-    with two_workers() as server:
-        limit = "psc_queue_limit_images"
-        server.until(lambda: f'{limit}{{model="m"}} 4096.0' in server.metrics())
-        for _ in range(20):
-            assert predict(server).status_code == 200
-        server.until(lambda: PREDICTIONS % 20 in server.metrics())  # Recorded a few times a second.
-        os.kill(min(server.workers), signal.SIGKILL)
-        server.wait_for_log('"model ready"', 3)
-        server.until(lambda: f'{limit}{{model="m"}} 4096.0' in server.metrics())
-        assert PREDICTIONS % 20 in server.metrics()
-
-
-def test_a_killed_worker_is_replaced_while_the_other_answers(server: Server) -> None:
-    before, ready = server.workers, server.count_in_log('"model ready"')
-    assert len(before) == 2
-    os.kill(min(before), signal.SIGKILL)
-    server.until(lambda: not is_alive(min(before)))
-    with predicting(server) as statuses:
-        server.wait_for_log('"model ready"', ready + 1)
-    assert set(statuses) == {200}
-    assert len(server.workers) == 2
-    assert max(before) in server.workers
-
-
-def test_both_workers_answer(server: Server) -> None:
-    for stopped in server.workers:  # A connection that it accepted would wait for it, but nobody is connected.
-        os.kill(stopped, signal.SIGSTOP)
-        assert predict(server).status_code == 200
-        os.kill(stopped, signal.SIGCONT)
-
-
-def test_sighup_replaces_all_workers_while_requests_are_answered(server: Server) -> None:
-    before = server.workers
-    with predicting(server) as statuses:
-        server.process.send_signal(signal.SIGHUP)
-        server.until(lambda: len(server.workers) == 2 and not server.workers & before)
-    assert set(statuses) == {200}
-    server.until(lambda: "psc_ready 1.0" in server.metrics())  # The last values of those that ended are gone.
-    assert 'psc_queue_limit_images{model="m"} 4096.0' in server.metrics()
-
-
-def test_a_reload_over_http_reaches_all_workers(server: Server) -> None:
-    before = server.workers
-    answer = HTTP.post(server.url + "/admin/reload", headers={"x-api-key": "secret"})
-    assert answer.status_code == 200, answer.text
-    server.until(lambda: len(server.workers) == 2 and not server.workers & before)
-    assert predict(server).status_code == 200
-
-
-def test_a_reload_that_fails_leaves_the_workers_as_they_are(server: Server, state: Path) -> None:
-    before = server.workers
-    (state / "bad").touch()
-    answer = HTTP.post(server.url + "/admin/reload", headers={"x-api-key": "secret"})
-    assert (answer.status_code, answer.json()["detail"]) == (422, "the bundle is bad")
-    server.process.send_signal(signal.SIGHUP)
-    server.wait_for_log("aborting the restart")
-    (state / "bad").unlink()
-    assert server.workers == before
-    assert predict(server).status_code == 200
-
-
-def test_a_bad_bundle_ends_the_service_with_2(tmp_path: Path) -> None:
-    (tmp_path / "bad").touch()
-    with serve_fake("--workers=2", f"state={tmp_path}", ready=False) as server:
-        assert server.end() == 2
-        assert any("the bundle is bad" in line for line in server.log)
-        last = json.loads(server.log[-1])
-        assert (last["level"], last["message"]) == ("critical", "a worker could not start; see the log")
-
-
-def test_the_parent_stops_listening_before_the_workers_end(tmp_path: Path) -> None:
-    with two_workers("step=0.01", f"state={tmp_path}", "--drain-seconds=1000", "--deadline-seconds=1000") as server:
-        (tmp_path / "hang").touch()
-        with socket.create_connection(("127.0.0.1", server.port)) as client:
-            client.sendall(whole())
-            server.until((tmp_path / "hanging").exists)
-            server.process.send_signal(signal.SIGTERM)
-            server.wait_for_log("Shutting down", 2)
-
-            def refused() -> bool:
-                with contextlib.suppress(ConnectionRefusedError):
-                    socket.create_connection(("127.0.0.1", server.port)).close()
-                    return False
-                return True
-
-            server.until(refused)
-            assert server.process.poll() is None
-
-
-def test_workers_end_when_their_parent_is_killed() -> None:
-    with two_workers() as server:
-        workers = server.workers
-        server.process.kill()
-        server.until(lambda: not any(map(is_alive, workers)))

@@ -6,6 +6,7 @@ Of some bodies that are not quite right, python-multipart takes or refuses the s
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -40,7 +41,7 @@ def check(data: bytes) -> None:
         assert whole == pieces, (whole, pieces)
 
 
-async def _read(pieces: list[bytes]) -> list[EncodedImage] | type[Exception]:
+async def _read(pieces: list[bytes]) -> Sequence[EncodedImage] | type[Exception]:
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
     messages[-1]["more_body"] = False
 

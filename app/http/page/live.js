@@ -72,9 +72,8 @@ function drawHour(hour) {
   element("hour").replaceChildren(...bars);
 }
 
-function note({ queued_images: queued, queue_limit: limit, workers }) {
-  const own = workers > 1 ? ` The service has ${workers} processes: hour and drift are those of the one that answered.` : "";
-  return `Images tried out on this page, and repeated ones, do not count.${own} ${counted(queued, "image")} of at most ${limit.toLocaleString("en")} in the queue.`;
+function note({ queued_images: queued, queue_limit: limit }) {
+  return `Images tried out on this page, and repeated ones, do not count. ${counted(queued, "image")} of at most ${limit.toLocaleString("en")} in the queue.`;
 }
 
 async function checked({ name, feedback, task, policy }) {

@@ -47,7 +47,7 @@ async def test_live_counts_the_last_images() -> None:
     async with running({"m": FakeModel()}, max_queue_images=900, alpha=0.2) as app:
         assert (await app.client.get("/models/m/live")).json() == {
             "images": 0, "ood_fraction": 0.0, "alpha": 0.2, "drift_active": False, "drift_alarms": 0,
-            "queued_images": 0, "queue_limit": 900, "tail_probability": 1.0, "workers": 1,
+            "queued_images": 0, "queue_limit": 900, "tail_probability": 1.0,
             "hour": dict.fromkeys(("accept", "abstain_ambiguous", "abstain_ood"), [0] * 12),
         }  # fmt: skip
         answers = [(await app.client.post("/predict", content=png(value), headers=PNG)).json() for value in (3, 255)]

@@ -133,7 +133,7 @@ async def test_a_model_that_is_swapped_while_the_body_arrives_is_asked_again() -
 
         async def body() -> AsyncIterator[bytes]:
             serve_next(app, FakeValueModel())
-            await app.service.reload(None)
+            await app.service.registry.reload(None)
             yield png(1)
 
         response = await app.client.post("/predict?top_k=2", content=body(), headers=PNG)

@@ -1,0 +1,235 @@
+"""What a front and the engine share: messages through a pair of sockets, and image bytes in memory that both see.
+
+Both processes are forks of one process, which made the sockets and the memory and keeps them open.  So either of the
+two can be replaced: its successor finds the same sockets, and the messages that nobody has read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import marshal
+import mmap
+import socket
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+# A front sends:
+CALL: Final = 0  # a request: its number, its scope, and its images (:class:`.Taken`) or why they were refused, or None
+PIECE: Final = 1  # some of a body that was asked for: the number, the bytes, whether there are more
+LEFT: Final = 2  # the client of a request has left
+NEXT: Final = 3  # the last piece of an answer was sent on
+HELLO: Final = 4  # a new front: nobody waits for the answers to requests before this message
+# The engine sends:
+WANT: Final = 5  # asks for a piece of a body
+ANSWER: Final = 6  # an answer begins: the number, the status, the headers, the first bytes, whether there are more
+MORE: Final = 7  # some more of an answer: the number, the bytes, whether there are more
+END: Final = 8  # a request that failed while it was answered
+MODELS: Final = 9  # the served models, as (name, version, preprocessing), the default first, and those without room
+
+_PACKET_BYTES: Final = 1 << 16
+_FIRST, _LAST = 1, 2
+_READS: Final = 64  # the most packets that are read before the event loop gets another turn
+Message = tuple[Any, ...]
+
+
+class Channel:
+    """One end of the sockets, on the event loop: messages arrive whole and in order.
+
+    What is sent in one turn of the loop goes together, as one packet if it is small: so one wake-up of the other
+    process serves many requests.  Of several packets whose sender died in between, the rest never comes; the next first
+    one says so.
+    """
+
+    def __init__(self, end: socket.socket, on_message: Callable[[Message], None]) -> None:
+        self._end = end
+        self._on_message = on_message
+        self._messages: list[Message] = []  # of this turn
+        self._unsent: deque[bytes] = deque()
+        self._begun: list[bytes] = []  # the packets of messages that are not complete
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(end.fileno(), self._read)
+
+    def send(self, *message: Any) -> None:
+        """Send a message; what the sockets have no room for waits in this process."""
+        if not self._messages:
+            self._loop.call_soon(self._send_messages)
+        self._messages.append(message)
+
+    def _send_messages(self) -> None:
+        data = marshal.dumps(self._messages)
+        self._messages.clear()
+        last = len(data) - _PACKET_BYTES
+        for start in range(0, len(data), _PACKET_BYTES):
+            mark = _FIRST * (start == 0) | _LAST * (start >= last)
+            packet = bytes((mark,)) + data[start : start + _PACKET_BYTES]
+            if self._unsent or not self._sent(packet):
+                if not self._unsent:
+                    self._loop.add_writer(self._end.fileno(), self._send_rest)
+                self._unsent.append(packet)
+
+    def close(self) -> None:
+        """Read and write no more."""
+        self._loop.remove_reader(self._end.fileno())
+        self._loop.remove_writer(self._end.fileno())
+
+    def _sent(self, packet: bytes) -> bool:
+        try:
+            self._end.send(packet)
+        except BlockingIOError:
+            return False
+        except OSError:  # The other processes are gone, and this one is about to follow them.
+            return True
+        return True
+
+    def _send_rest(self) -> None:
+        while self._unsent and self._sent(self._unsent[0]):
+            self._unsent.popleft()
+        if not self._unsent:
+            self._loop.remove_writer(self._end.fileno())
+
+    def _read(self) -> None:
+        for _ in range(_READS):
+            try:
+                packet = self._end.recv(_PACKET_BYTES + 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self.close()
+                return
+            if packet[0] & _FIRST:
+                self._begun.clear()
+            self._begun.append(packet[1:])
+            if packet[0] & _LAST:
+                data = self._begun[0] if len(self._begun) == 1 else b"".join(self._begun)
+                self._begun.clear()
+                for message in marshal.loads(data):
+                    self._on_message(message)
+
+
+_PAGE: Final = mmap.PAGESIZE
+_MAX_REASON: Final = 4096  # bytes
+
+
+class Arena:
+    """Memory for the images of one front's requests; the front alone takes and gives back, the engine only reads."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._free: list[tuple[int, int]] = [(0, len(memory))]  # (start, end) of each gap, in order
+        self._taken: dict[int, int] = {}  # the end of each place that is taken, by its start
+
+    def take(self, size: int) -> int | None:
+        """Take the first place of ``size`` bytes and return where it begins; None if there is none."""
+        size = -(-max(size, 1) // _PAGE) * _PAGE
+        for at, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                self._free[at : at + 1] = [(start + size, end)] if end - start > size else []
+                self._taken[start] = start + size
+                return start
+        return None
+
+    def give(self, start: int) -> None:
+        """Give back the place that begins there."""
+        end = self._taken.pop(start)
+        insort(self._free, (start, end))
+        at = self._free.index((start, end))
+        for left in (at, at - 1):  # Join with the gap after it, then with the one before it.
+            if 0 <= left < len(self._free) - 1 and self._free[left][1] == self._free[left + 1][0]:
+                self._free[left : left + 2] = [(self._free[left][0], self._free[left + 1][1])]
+
+    def bytes_at(self, start: int, size: int) -> memoryview:
+        """Return a view of so many bytes."""
+        return memoryview(self._memory)[start : start + size]
+
+    def images_at(self, start: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+        """Return a view of the images of this shape that begin there."""
+        return np.ndarray(shape, np.uint8, self._memory, start)
+
+
+class Board:
+    """What the processes tell each other without a message: which engine serves, and that each of them is alive."""
+
+    def __init__(self, fronts: int) -> None:
+        self.fronts = fronts
+        memory = mmap.mmap(-1, 8 * (2 * fronts + 3) + _MAX_REASON)
+        # NumPy writes a number at once; struct would write zeros first, which another process may read.
+        self._engines = np.frombuffer(memory, np.int64, 2)
+        self._beats = np.frombuffer(memory, np.float64, fronts + 1, self._engines.nbytes)
+        self._arriving = np.frombuffer(memory, np.int64, fronts, self._engines.nbytes + self._beats.nbytes)
+        self._reason = memoryview(memory)[-_MAX_REASON:]
+        self.engine = 1
+
+    @property
+    def engine(self) -> int:
+        """The number of the engine that serves, or is about to; a higher one once it has died."""
+        return int(self._engines[0])
+
+    @engine.setter
+    def engine(self, number: int) -> None:
+        self._engines[0] = number
+
+    @property
+    def ready_engine(self) -> int:
+        """The number of the last engine that was ready; 0 if none has been."""
+        return int(self._engines[1])
+
+    def set_ready(self, engine: int) -> None:
+        """Note that the engine of this number is ready."""
+        self._engines[1] = engine
+
+    @property
+    def arriving(self) -> int:
+        """The number of requests whose images the fronts are reading or decoding."""
+        return int(self._arriving.sum())
+
+    def set_arriving(self, front: int, requests: int) -> None:
+        """Note how many of these requests a front has."""
+        self._arriving[front] = requests
+
+    @property
+    def reason(self) -> str:
+        """Why the engine has ended, in one line; empty if it has not said."""
+        return bytes(self._reason).rstrip(b"\0").decode(errors="ignore")
+
+    def set_reason(self, text: str) -> None:
+        """Say why the engine ends."""
+        self._reason[:] = text.encode()[:_MAX_REASON].ljust(_MAX_REASON, b"\0")
+
+    def beat(self, place: int, now: float) -> None:
+        """Note that the process at this place, a front's or after them the engine's, is alive."""
+        self._beats[place] = now
+
+    def last_beat(self, place: int) -> float:
+        """Return when it was last noted."""
+        return float(self._beats[place])
+
+
+@dataclass
+class Place:
+    """What one front and the engine have between them."""
+
+    index: int
+    memory: mmap.mmap
+    front: socket.socket
+    engine: socket.socket
+
+    def close(self) -> None:
+        """Close both ends in this process."""
+        self.front.close()
+        self.engine.close()
+
+    @classmethod
+    def make(cls, index: int, size: int) -> Self:
+        front, engine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (front, engine):
+            end.setblocking(False)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        return cls(index, mmap.mmap(-1, size), front, engine)
