@@ -40,8 +40,8 @@ def name_of(device: str) -> str:
 
 
 def ran(table: Json) -> dict[str, Json]:
-    """Return the servers of a table that did not fail."""
-    return {name: found for name, found in table["servers"].items() if found.get("rounds")}
+    """Return the servers of a table that did not fail, of those that there are still."""
+    return {name: found for name, found in table["servers"].items() if found.get("rounds") and name in BY_NAME}
 
 
 def times(ours: Json, theirs: Json) -> list[float]:

@@ -30,9 +30,9 @@ CASES = {  # What each case sends and serves.
     COMPUTE: "PNG digits of 28 × 28; the shipped Dirty-MNIST ResNet-18",
 }
 
-WORKERS = {2: "psc-workers", 4: "psc-workers-4", 8: "psc-workers-8"}  # By the number of processes.
+FRONTS = {0: "psc-alone", 4: "psc-fronts-4", 8: "psc-fronts-8"}  # By their number; the default is by the CPUs.
 
-OURS = ("psc", *WORKERS.values())  # The names of ``psc-serve``.
+OURS = ("psc", *FRONTS.values())  # The names of ``psc-serve``.
 
 CPUS = os.cpu_count() or 1
 
@@ -159,17 +159,17 @@ _PSC = ("-m", "app.cli", "--bundle", "{bundle}", "--port={port}", "--device={dev
 _WEB = ("fastapi", "uvicorn")
 
 SERVERS: tuple[Server, ...] = (  # The servers, in the order of the tables.
-    Server("psc", "psc-serve", _PSC, "default", packages=_WEB, many="/predict"),
+    Server("psc", "psc-serve", _PSC, "default: fronts by the CPUs, and an engine", packages=_WEB, many="/predict"),
     *(
         Server(
             name,
-            f"psc-serve, {count} workers",
+            f"psc-serve, {count} fronts" if count else "psc-serve, one process",
             (*_PSC, f"--workers={count}"),
-            f"`--workers {count}`: processes that each have their own model and their part of the cores",
+            f"`--workers {count}`",
             packages=_WEB,
         )
-        for count, name in WORKERS.items()
-        if count == 2 or count <= CPUS // 2  # Each has two cores, but for the first.
+        for count, name in FRONTS.items()
+        if count <= CPUS // 2
     ),
     Server(
         "mosec",
