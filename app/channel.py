@@ -159,11 +159,12 @@ class Board:
 
     def __init__(self, fronts: int) -> None:
         self.fronts = fronts
-        memory = mmap.mmap(-1, 8 * (2 * fronts + 3) + _MAX_REASON)
+        memory = mmap.mmap(-1, 8 * (3 * fronts + 3) + _MAX_REASON)
         # NumPy writes a number at once; struct would write zeros first, which another process may read.
         self._engines = np.frombuffer(memory, np.int64, 2)
         self._beats = np.frombuffer(memory, np.float64, fronts + 1, self._engines.nbytes)
-        self._arriving = np.frombuffer(memory, np.int64, fronts, self._engines.nbytes + self._beats.nbytes)
+        counts = np.frombuffer(memory, np.int64, 2 * fronts, self._engines.nbytes + self._beats.nbytes)
+        self._arriving, self._decoding = counts.reshape(2, fronts)
         self._reason = memoryview(memory)[-_MAX_REASON:]
         self.engine = 1
 
@@ -193,6 +194,19 @@ class Board:
     def set_arriving(self, front: int, requests: int) -> None:
         """Note how many of these requests a front has."""
         self._arriving[front] = requests
+
+    @property
+    def decoding(self) -> int:
+        """The number of requests whose images the fronts decode now."""
+        return int(self._decoding.sum())
+
+    def add_decoding(self, front: int, requests: int) -> None:
+        """Note that a front decodes so many requests more."""
+        self._decoding[front] += requests
+
+    def forget(self, front: int) -> None:
+        """Forget the requests of a front that has died."""
+        self._arriving[front] = self._decoding[front] = 0
 
     @property
     def reason(self) -> str:

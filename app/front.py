@@ -216,6 +216,7 @@ class Front:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Exception | None] = loop.create_future()
         self._decoding += len(images)
+        self._board.add_decoding(self._place.index, 1)
         decoder.decode_later(
             images,
             into,
@@ -226,6 +227,7 @@ class Front:
             error = await done
         finally:
             self._decoding -= len(images)
+            self._board.add_decoding(self._place.index, -1)
         if error is not None:
             raise error
         if time.monotonic() >= deadline:

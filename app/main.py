@@ -169,8 +169,9 @@ def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, h
     keys, metrics = ApiKeys.of(settings), Metrics()
     memory = MemoryBudget(settings.max_buffered_bytes, process_memory(), max_pixels=settings.max_pixels)
     log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, metrics)
-    starter = ModelStarter(settings, metrics, memory, log)
     names = [name for name, _ in settings.named_bundles] if models is None else list(models)
+    # With several models, nobody knows whose images are being decoded elsewhere.
+    starter = ModelStarter(settings, metrics, memory, log, host.decoding if len(names) == 1 else lambda: 0)
     load = partial(load_bundle, settings) if models is None else models.__getitem__
     registry = Registry(names, load, starter, metrics, retire_within_s=settings.deadline_seconds)
     return Service(settings, keys, metrics, memory, log, registry, host)

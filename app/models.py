@@ -231,8 +231,16 @@ def explain(model: FittedModel, predicted: Predicted) -> list[dict[str, Any]]:
 class ModelStarter:
     """Turns fitted models into served ones."""
 
-    def __init__(self, settings: Settings, metrics: Metrics, memory: MemoryBudget, log: LogWriter | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        memory: MemoryBudget,
+        log: LogWriter | None,
+        decoding: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._settings = settings
+        self._decoding = decoding  # the number of requests whose images another process decodes now
         self._metrics = metrics
         self._memory = memory
         self._log = log  # the writer of the prediction log; None if predictions are not logged
@@ -297,6 +305,7 @@ class ModelStarter:
             max_queue_images=settings.max_queue_images,
             max_delay_s=settings.max_delay_ms / 1000.0,
             shares_cores=device.type == "cpu",
+            elsewhere=self._decoding,
         )
         decoder = Decoder(self._pool, self._memory, model.preprocess, settings)
         seconds = settings.deadline_seconds

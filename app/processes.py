@@ -252,6 +252,9 @@ class EngineHost(UvicornHost):
     def arriving(self) -> int:
         return self._board.arriving
 
+    def decoding(self) -> int:
+        return self._board.decoding
+
     def failed(self) -> None:
         self.ended.set()
 
@@ -495,6 +498,8 @@ class Processes:
             logger.error("%s has ended (%d) and is replaced%s", child.name, code, reason)
             if place == engine:
                 self._board.engine += 1
+            else:
+                self._board.forget(place)
             self._start(place)
         return 0, ""
 

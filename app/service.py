@@ -123,6 +123,10 @@ class Host:
         """Return how many requests are on their way to the service in other processes."""
         return 0
 
+    def decoding(self) -> int:
+        """Return how many of them are being decoded there."""
+        return 0
+
     def failed(self) -> None:
         """Replace the process; the service's ``exit_code`` and ``exit_message`` say why."""
 

@@ -243,11 +243,18 @@ class Batcher:
     """The state machine; every method that depends on time takes ``now`` (seconds, any origin)."""
 
     def __init__(
-        self, *, max_batch: int, max_queue_images: int, max_delay_s: float = 0.0, shares_cores: bool = False
+        self,
+        *,
+        max_batch: int,
+        max_queue_images: int,
+        max_delay_s: float = 0.0,
+        shares_cores: bool = False,
+        elsewhere: Callable[[], int] = lambda: 0,
     ) -> None:
         self.max_batch = max_batch
         self._max_queue = max_queue_images
         self.max_delay_s = max_delay_s  # the longest time that a batch waits to fill, seconds; 0 sends it at once
+        self._elsewhere = elsewhere  # the number of requests that other processes decode and that are not reserved yet
         self._shares_cores = shares_cores  # whether the step computes on the cores that decode images
         self.quantum = max(1, max_batch // 8)  # the number of images in a turn
         # The ring of a mode begins with the first request of that mode.
@@ -284,11 +291,19 @@ class Batcher:
             )
 
     def reserve(
-        self, count: int, *, now: float, deadline: float, mode: RequestMode = RequestMode.PREDICT, waiter: Any = None
+        self,
+        count: int,
+        *,
+        now: float,
+        deadline: float,
+        mode: RequestMode = RequestMode.PREDICT,
+        waiter: Any = None,
+        came: float | None = None,
     ) -> QueuedRequest:
-        """Admit a request before its images are decoded."""
+        """Admit a request before its images are decoded; ``came`` is given where another process has decoded them."""
         self.check(count, now=now, deadline=deadline, mode=mode)
-        request = QueuedRequest(count, now, deadline, now + _WAIT_FRACTION * (deadline - now), mode, waiter)
+        urgent_at = now + _WAIT_FRACTION * (deadline - now)
+        request = QueuedRequest(count, now if came is None else came, deadline, urgent_at, mode, waiter)
         self._live[request] = None
         ring = self._rings[mode]
         ring.n_coming += 1
@@ -417,8 +432,8 @@ class Batcher:
         if ring.n_images >= self.max_batch or ring.n_begun:
             return 0.0
         wait = next(iter(ring.requests)).queued_at + self.max_delay_s - now
-        if patient and self._shares_cores and ring.n_coming:
-            saved, gap = ring.times.fixed * ring.n_coming / len(ring.requests), self._gap or 0.0
+        if patient and self._shares_cores and (coming := ring.n_coming + self._elsewhere()):
+            saved, gap = ring.times.fixed * coming / len(ring.requests), self._gap or 0.0
             if saved > gap:
                 # Not longer: a stall of the machine looks like a long batch and inflates ``fixed``.
                 wait = max(wait, next(reversed(ring.requests)).queued_at + min(saved, _GAPS * gap) - now)

@@ -113,9 +113,10 @@ class Engine:
     ) -> Result:
         done: asyncio.Future[Result] = self._loop.create_future()
         now = time.monotonic()
-        deadline = (images.began if isinstance(images, DecodedImages) else now) + self._deadline_s
+        came = images.began if isinstance(images, DecodedImages) else now
+        deadline = came + self._deadline_s
         with self._queue as batcher:
-            request = batcher.reserve(len(images), now=now, deadline=deadline, mode=mode, waiter=done)
+            request = batcher.reserve(len(images), now=now, deadline=deadline, mode=mode, waiter=done, came=came)
         if isinstance(images, np.ndarray):
             self._arrive(request, images)
         elif isinstance(images, DecodedImages):

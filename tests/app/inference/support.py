@@ -22,8 +22,8 @@ PREDICT, EXPLAIN = RequestMode.PREDICT, RequestMode.EXPLAIN
 NO_IMAGES = np.empty((0, 1, 8, 8), np.uint8)  # for tests that never compute
 
 
-def make(batch: int = 8, queue: int = 100, delay: float = 0.0, *, shares_cores: bool = False) -> Batcher:
-    return Batcher(max_batch=batch, max_queue_images=queue, max_delay_s=delay, shares_cores=shares_cores)
+def make(batch: int = 8, queue: int = 100, delay: float = 0.0, **options: Any) -> Batcher:
+    return Batcher(max_batch=batch, max_queue_images=queue, max_delay_s=delay, **options)
 
 
 def admit(

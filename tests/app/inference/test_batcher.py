@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -200,9 +201,9 @@ def test_cancelled_request_does_not_end_the_delay_of_others() -> None:
     assert batcher.due_in(0.0) == 1.0
 
 
-def patient(*, gap: float, shares_cores: bool = True) -> Batcher:
+def patient(*, gap: float, shares_cores: bool = True, elsewhere: Callable[[], int] = lambda: 0) -> Batcher:
     """A batcher of which a batch takes 1 s and 0.1 s an image, with requests coming ``gap`` seconds apart."""
-    batcher, now = make(batch=8, shares_cores=shares_cores), -100.0
+    batcher, now = make(batch=8, shares_cores=shares_cores, elsewhere=elsewhere), -100.0
     for count in (1, 8):
         request = batcher.reserve(count, now=now, deadline=1e9)
         batcher.put(request, NO_IMAGES, now=now + gap)
@@ -226,6 +227,18 @@ def test_batch_waits_for_requests_in_decoding_while_that_pays() -> None:
     assert parts(batcher.take(1.5)) == [(first, 0, 1), (second, 0, 1), (third, 0, 1)]
     batcher.put(fourth, NO_IMAGES, now=2.0)
     assert parts(batcher.take(2.0)) == [(fourth, 0, 1)]
+
+
+def test_batch_waits_for_requests_that_another_process_decodes() -> None:
+    coming = [3]
+    batcher = patient(gap=0.5, elsewhere=lambda: coming[0])
+    first, second = (batcher.reserve(1, now=now, deadline=1e9, came=0.0) for now in (0.5, 1.0))
+    batcher.put(first, NO_IMAGES, now=0.5)  # As if it had been reserved when it came.
+    assert batcher.due_in(0.5) == pytest.approx(2.0)
+    coming[0] = 0
+    assert batcher.due_in(0.5) == pytest.approx(1.0)  # The second one is reserved.
+    batcher.put(second, NO_IMAGES, now=1.0)
+    assert parts(batcher.take(1.0)) == [(first, 0, 1), (second, 0, 1)]
 
 
 def test_batch_waits_for_nobody_who_has_left() -> None:
