@@ -67,7 +67,8 @@ SHIPPED_BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
 # Folders and files whose tests start processes, browsers or whole fits.
 THOROUGH = (
     "/across/", "/attacks/", "/browser/", "/deploy/", "/docs/", "/nightly/", "/app/test_healthcheck.py",
-    "/app/test_server.py", "/cli/test_fit_on_gpu.py", "/cli/test_job.py", "/fitting/test_calibrate.py",
+    "/app/test_processes.py", "/app/test_server.py",
+    "/cli/test_fit_on_gpu.py", "/cli/test_job.py", "/fitting/test_calibrate.py",
     "/fitting/test_checkpoint.py", "/fitting/test_distributed.py", "/fitting/test_in_memory.py",
     "/fitting/test_memory.py", "/fitting/test_recalibrate.py", "/fitting/test_stored_images.py",
     "/network/test_export.py", "/network/test_onnx.py", "/psc_core/test_allocator.py",

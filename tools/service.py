@@ -72,16 +72,19 @@ class Started(NamedTuple):
         return self.group / name
 
     def peak_bytes(self) -> int:
-        """The most memory that it ever had."""
-        return self._bytes("VmHWM:")
+        """The most memory that its processes ever had, if they had it at one time."""
+        return self.resident_bytes() + sum(_read(each, "VmHWM:") - _read(each, "VmRSS:") for each in self._processes())
 
     def resident_bytes(self) -> int:
-        """The memory that it has."""
-        return self._bytes("VmRSS:")
+        """The memory that its processes have; what several share counts once."""
+        return sum(_read(each, "Pss:", "smaps_rollup") for each in self._processes())
 
-    def _bytes(self, name: str) -> int:
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        return 1024 * int(status.partition(name)[2].split()[0])
+    def _processes(self) -> list[str]:
+        return [str(self.pid), *Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
+
+def _read(pid: str, name: str, file: str = "status") -> int:
+    return 1024 * int(Path(f"/proc/{pid}/{file}").read_text().partition(name)[2].split()[0])
 
 
 @contextmanager
