@@ -159,12 +159,12 @@ class Board:
 
     def __init__(self, fronts: int) -> None:
         self.fronts = fronts
-        memory = mmap.mmap(-1, 8 * (3 * fronts + 3) + _MAX_REASON)
+        memory = mmap.mmap(-1, 8 * (4 * fronts + 3) + _MAX_REASON)
         # NumPy writes a number at once; struct would write zeros first, which another process may read.
         self._engines = np.frombuffer(memory, np.int64, 2)
         self._beats = np.frombuffer(memory, np.float64, fronts + 1, self._engines.nbytes)
-        counts = np.frombuffer(memory, np.int64, 2 * fronts, self._engines.nbytes + self._beats.nbytes)
-        self._arriving, self._decoding = counts.reshape(2, fronts)
+        counts = np.frombuffer(memory, np.int64, 3 * fronts, self._engines.nbytes + self._beats.nbytes)
+        self._arriving, self._decoding, self._grown = counts.reshape(3, fronts)
         self._reason = memoryview(memory)[-_MAX_REASON:]
         self.engine = 1
 
@@ -204,9 +204,18 @@ class Board:
         """Note that a front decodes so many requests more."""
         self._decoding[front] += requests
 
+    @property
+    def grown(self) -> int:
+        """The bytes that the fronts hold beyond those they began with."""
+        return int(self._grown.sum())
+
+    def set_grown(self, front: int, size: int) -> None:
+        """Note how many of these a front holds."""
+        self._grown[front] = max(0, size)
+
     def forget(self, front: int) -> None:
         """Forget the requests of a front that has died."""
-        self._arriving[front] = self._decoding[front] = 0
+        self._arriving[front] = self._decoding[front] = self._grown[front] = 0
 
     @property
     def reason(self) -> str:

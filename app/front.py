@@ -42,7 +42,7 @@ from app.http.body import has_disconnected, parse_query, read_images
 from app.http.middleware import RequestLimits
 from app.http.predict import QUERY
 from app.inference.decoder import Decoder, EncodedImage, fingerprints
-from app.memory import COPIES, PIXEL_BYTES, MemoryBudget, process_memory
+from app.memory import COPIES, PIXEL_BYTES, MemoryBudget, process_memory, resident_bytes
 from app.service import SWEEP_SECONDS, ApiKeys
 from app.settings import Settings
 from psc_core.errors import PSCError
@@ -97,10 +97,13 @@ class _Call:
 
 
 def front_memory(settings: Settings, fronts: int) -> MemoryBudget:
-    """Return a front's part of the memory for requests, at least that of the largest one."""
+    """Return a front's part of the memory for requests, at least that of the largest one if there is so much.
+
+    It may hold as much again in the memory that it shares with the engine.
+    """
     largest = COPIES * settings.max_body_bytes + PIXEL_BYTES * settings.max_pixels
     asked = max(settings.max_buffered_bytes // fronts, min(settings.max_buffered_bytes, largest))
-    return MemoryBudget(asked, process_memory(), max_pixels=settings.max_pixels)
+    return MemoryBudget(asked, process_memory() // (2 * fronts), max_pixels=settings.max_pixels)
 
 
 class Front:
@@ -336,10 +339,12 @@ class Front:
 
     async def _sweep(self) -> None:
         """Now and then, notice that the engine has died or that clients have left, and say that this one is alive."""
+        began_with = resident_bytes()
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             self._board.beat(self._place.index, time.monotonic())
             self._board.set_arriving(self._place.index, self.inflight)
+            self._board.set_grown(self._place.index, resident_bytes() - began_with)
             try:
                 self._lose_dead()
                 for call in list(self._calls.values()):

@@ -73,6 +73,11 @@ def process_memory() -> int:
     return min(limit for limit, _ in limits())
 
 
+def resident_bytes() -> int:
+    """Return the memory that this process holds, bytes."""
+    return _PAGE_BYTES * int(Path("/proc/self/statm").read_text().split()[1])
+
+
 class MemoryBudget:
     """The bytes that requests may hold at once, and whether the process has memory left.  Any thread may call.
 
@@ -129,9 +134,12 @@ class MemoryBudget:
         finally:
             self.give(size)
 
-    def should_release(self) -> bool:
-        """Measure the process's memory; return whether its freed memory should go back to the system now."""
-        used = _PAGE_BYTES * int(Path("/proc/self/statm").read_text().split()[1])
+    def should_release(self, elsewhere: int = 0) -> bool:
+        """Measure the process's memory; return whether its freed memory should go back to the system now.
+
+        ``elsewhere`` are the bytes that other processes hold for it.
+        """
+        used = resident_bytes() + elsewhere
         self.shortage = (
             f"the process uses {used >> 20} of its {self.process_bytes >> 20} MiB of memory; try again, or raise the "
             "container's limit"

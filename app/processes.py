@@ -255,6 +255,9 @@ class EngineHost(UvicornHost):
     def decoding(self) -> int:
         return self._board.decoding
 
+    def held_elsewhere(self) -> int:
+        return self._board.grown
+
     def failed(self) -> None:
         self.ended.set()
 
@@ -331,6 +334,7 @@ def _models(service: Service) -> tuple[list[tuple[str, str, dict[str, Any]]], li
         # Only the engine has the code of a preprocessing of its own.
         models.append((name, each.model.version, asdict(preprocess) if type(preprocess) is Preprocess else {}))
         try:
+            service.memory.check(0)
             each.engine.check_room()
         except PSCError:
             full.append(name)

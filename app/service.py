@@ -123,6 +123,10 @@ class Host:
         """Return how many requests are on their way to the service in other processes."""
         return 0
 
+    def held_elsewhere(self) -> int:
+        """Return how many bytes of memory they take there."""
+        return 0
+
     def decoding(self) -> int:
         """Return how many of them are being decoded there."""
         return 0
@@ -297,7 +301,7 @@ class Service:
                     self._end_process(f"the compute device failed: {error}", ExitCode.FAILURE)
                 self.refresh_metrics()
                 self._descriptors.check()
-                if self.memory.should_release():
+                if self.memory.should_release(self._host.held_elsewhere()):
                     gc.collect()  # An exception and its traceback are a cycle, which may hold a request's body.
                     await asyncio.to_thread(release_freed_memory)
             except Exception:
