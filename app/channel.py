@@ -145,6 +145,11 @@ class Arena:
             if 0 <= left < len(self._free) - 1 and self._free[left][1] == self._free[left + 1][0]:
                 self._free[left : left + 2] = [(self._free[left][0], self._free[left + 1][1])]
 
+    def release(self) -> None:
+        """Give the memory back to the system until it is used again, if no place is taken."""
+        if not self._taken:
+            self._memory.madvise(mmap.MADV_REMOVE)
+
     def bytes_at(self, start: int, size: int) -> memoryview:
         """Return a view of so many bytes."""
         return memoryview(self._memory)[start : start + size]

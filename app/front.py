@@ -45,12 +45,15 @@ from app.inference.decoder import Decoder, EncodedImage, fingerprints
 from app.memory import COPIES, PIXEL_BYTES, MemoryBudget, process_memory, resident_bytes
 from app.service import SWEEP_SECONDS, ApiKeys
 from app.settings import Settings
+from psc_core.allocator import release_freed_memory
 from psc_core.errors import PSCError
 from psc_core.images.preprocess import Preprocess
 
 logger = logging.getLogger("psc.front")
 
 _PREDICT: Final = re.compile(r"/predict|/models/([^/]+)/predict")
+_RELEASE_BYTES: Final = 16 << 20  # beyond what a front began with, for freed memory to go back to the system
+_RELEASE_SECONDS: Final = 5.0  # the shortest time between two such returns
 _MEET_SECONDS: Final = 10.0  # the longest time that a new front waits for the engine before it answers without
 # What the engine needs to know of a request.
 _PASSED_ON: Final = (
@@ -339,12 +342,17 @@ class Front:
 
     async def _sweep(self) -> None:
         """Now and then, notice that the engine has died or that clients have left, and say that this one is alive."""
-        began_with = resident_bytes()
+        began_with, released_at = resident_bytes(), time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             self._board.beat(self._place.index, time.monotonic())
             self._board.set_arriving(self._place.index, self.inflight)
-            self._board.set_grown(self._place.index, resident_bytes() - began_with)
+            grown = resident_bytes() - began_with
+            self._board.set_grown(self._place.index, grown)
+            if grown > _RELEASE_BYTES and not self.inflight and time.monotonic() > released_at + _RELEASE_SECONDS:
+                released_at = time.monotonic()
+                self._arena.release()
+                await asyncio.to_thread(release_freed_memory)
             try:
                 self._lose_dead()
                 for call in list(self._calls.values()):
