@@ -30,6 +30,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
+import uvloop
 from fastapi import FastAPI, Response
 from starlette.types import Message, Scope
 
@@ -407,8 +408,6 @@ class Processes:
         self._listener.close()
         for place in self._places:
             place.front.close()
-        # As uvicorn runs its application.
-        import uvloop
 
         async def run() -> Service:
             host = EngineHost(self._address, self._began, self._lifeline, self._board)
@@ -469,8 +468,9 @@ class Processes:
                 signal.signal(number, handler)
 
     def _wait(self, seconds: float) -> None:
-        """Wait until a child ends, a signal comes, or the time is over."""
-        ready = wait([self._woken, *(each.sentinel for each in self._children.values())], seconds)
+        """Wait until a child ends, a signal comes, or the time is over; not so long while one is dead already."""
+        living = [each.sentinel for each in self._children.values() if each.is_alive()]
+        ready = wait([self._woken, *living], seconds if len(living) == len(self._children) else SWEEP_SECONDS)
         if self._woken in ready:
             self._woken.recv(64)
 
