@@ -119,26 +119,34 @@ _MAX_REASON: Final = 4096  # bytes
 
 
 class Arena:
-    """Memory for the images of one front's requests; the front alone takes and gives back, the engine only reads."""
+    """Memory for the images of one front's requests; the front alone takes and gives back, the engine only reads.
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    Several requests together have at most ``limit`` bytes, but a lone one may have all of it.
+    """
+
+    def __init__(self, memory: mmap.mmap, limit: int | None = None) -> None:
         self._memory = memory
+        self._room = len(memory) if limit is None else limit  # what is left of the limit
         self._free: list[tuple[int, int]] = [(0, len(memory))]  # (start, end) of each gap, in order
         self._taken: dict[int, int] = {}  # the end of each place that is taken, by its start
 
     def take(self, size: int) -> int | None:
         """Take the first place of ``size`` bytes and return where it begins; None if there is none."""
         size = -(-max(size, 1) // _PAGE) * _PAGE
+        if self._taken and size > self._room:
+            return None
         for at, (start, end) in enumerate(self._free):
             if end - start >= size:
                 self._free[at : at + 1] = [(start + size, end)] if end - start > size else []
                 self._taken[start] = start + size
+                self._room -= size
                 return start
         return None
 
     def give(self, start: int) -> None:
         """Give back the place that begins there."""
         end = self._taken.pop(start)
+        self._room += end - start
         insort(self._free, (start, end))
         at = self._free.index((start, end))
         for left in (at, at - 1):  # Join with the gap after it, then with the one before it.

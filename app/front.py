@@ -39,7 +39,7 @@ from app.errors import (
     problem_response,
 )
 from app.http.body import has_disconnected, parse_query, read_images
-from app.http.middleware import RequestLimits
+from app.http.middleware import RequestLimits, announced_bytes
 from app.http.predict import QUERY
 from app.inference.decoder import Decoder, EncodedImage, fingerprints
 from app.memory import COPIES, PIXEL_BYTES, MemoryBudget, process_memory, resident_bytes
@@ -102,7 +102,7 @@ class _Call:
 def front_memory(settings: Settings, fronts: int) -> MemoryBudget:
     """Return a front's part of the memory for requests, at least that of the largest one if there is so much.
 
-    It may hold as much again in the memory that it shares with the engine.
+    It may hold as much again in the memory that it shares with the engine, see :class:`.Arena`.
     """
     largest = COPIES * settings.max_body_bytes + PIXEL_BYTES * settings.max_pixels
     asked = max(settings.max_buffered_bytes // fronts, min(settings.max_buffered_bytes, largest))
@@ -119,7 +119,7 @@ class Front:
         self._keys = ApiKeys.of(settings)
         self._board, self._place = board, place
         self._on_start = on_start
-        self._arena = Arena(place.memory)
+        self._arena = Arena(place.memory, self.memory.total)
         self._parser = ThreadPoolExecutor(1, "psc-parse")
         self._decoders = ThreadPoolExecutor(max(1, settings.decoders // board.fronts), "psc-decode")
         self._limits = RequestLimits(self._take, service=self)
@@ -141,7 +141,8 @@ class Front:
             return
         state: dict[str, Any] = {"began": time.perf_counter()}
         scope["state"] = state
-        if self._to_predict(scope) is not None:
+        # A body that is too large for this front's part of the memory is left to the engine, which reads it in pieces.
+        if self._to_predict(scope) is not None and announced_bytes(scope["headers"]) <= self.memory.largest_body:
             try:
                 await self._limits(scope, receive, send)
             except Exception as error:

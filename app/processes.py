@@ -36,12 +36,13 @@ from starlette.types import Message, Scope
 
 from app.channel import ANSWER, CALL, END, HELLO, LEFT, MODELS, MORE, NEXT, PIECE, WANT, Arena, Board, Channel, Place
 from app.errors import RefusedByFront, error_response
-from app.front import Front, Taken, front_memory
+from app.front import Front, Taken
 from app.http.body import GIVEN
 from app.http.middleware import check_count, note_request, own_headers
 from app.http.predict import predict_images
 from app.inference.decoder import DecodedImages
 from app.main import create_app, linger_seconds, prepare_process
+from app.memory import MemoryBudget, process_memory
 from app.server import FIRST_REQUEST_SECONDS, LastAccepting, UvicornHost, uvicorn_config
 from app.service import SWEEP_SECONDS, ApiKeys, Service
 from app.settings import Settings
@@ -351,7 +352,8 @@ class Processes:
         self._address = address
         self._began = began
         fronts = settings.fronts
-        size = front_memory(settings, fronts).total
+        # As much as requests may hold in one process, so that the largest one finds room; untouched, it takes none.
+        size = MemoryBudget(settings.max_buffered_bytes, process_memory(), max_pixels=settings.max_pixels).total
         self._board = Board(fronts)
         self._places = [Place.make(index, size) for index in range(fronts)]
         self._lifeline, self._alive = os.pipe()

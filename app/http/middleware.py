@@ -91,7 +91,7 @@ class RequestLimits:
             check_count(self._service)
         if scope["method"] not in _WITHOUT_BODY:
             _check_encoding(scope["headers"])
-        announced = _announced_bytes(scope["headers"])
+        announced = announced_bytes(scope["headers"])
         if announced > self._max_bytes:
             raise self._too_large(f"{announced} bytes" if announced != sys.maxsize else "more")
         if announced > _LARGE_BYTES:  # Refused before it is read, so that bodies that are arriving find room.
@@ -119,7 +119,8 @@ def _check_encoding(headers: Sequence[tuple[bytes, bytes]]) -> None:
                 )
 
 
-def _announced_bytes(headers: Sequence[tuple[bytes, bytes]]) -> int:
+def announced_bytes(headers: Sequence[tuple[bytes, bytes]]) -> int:
+    """Return the length of a body as its head says; 0 if it does not."""
     for name, value in headers:
         if name == b"content-length":
             if not value.isdigit():

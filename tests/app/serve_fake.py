@@ -1,5 +1,5 @@
 """``psc-serve`` with a fake model in place of its bundles: ``python -m tests.app.serve_fake [--flags] [step=SECONDS]
-[state=FOLDER] [linger=SECONDS] [moves=SECONDS]``.
+[state=FOLDER] [linger=SECONDS] [moves=SECONDS] [memory=BYTES]``.
 
 A file in the folder changes what happens from then on.  ``dead``: every step fails.  ``hang``: the next step never ends
 and leaves a file ``hanging``.  ``bad``: no bundle can be loaded.
@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 import app.main
+import app.memory
 import app.models
 from app.cli import main
 from psc_core.errors import BundleError
@@ -44,6 +45,8 @@ if __name__ == "__main__":
     app.models.build_model = load  # type: ignore[assignment]
     app.models.check_affordable = lambda *_, **__: None  # type: ignore[assignment]
     app.main.LINGER_SECONDS = float(OPTIONS.get("linger", 1.0))  # type: ignore[misc]
+    if "memory" in OPTIONS:
+        app.memory.limits = lambda: [(int(OPTIONS["memory"]), 0)]
     if "moves" in OPTIONS:
         from app import processes
 

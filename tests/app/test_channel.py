@@ -92,6 +92,17 @@ def test_places_never_overlap_and_all_memory_comes_back(steps: list[tuple[bool, 
     assert arena.take(size) == 0
 
 
+def test_only_a_lone_place_may_exceed_the_limit() -> None:
+    arena = Arena(mmap.mmap(-1, 8 * PAGE), limit=2 * PAGE)
+    assert arena.take(8 * PAGE) == 0
+    assert arena.take(1) is None
+    arena.give(0)
+    assert (arena.take(1), arena.take(1), arena.take(1)) == (0, PAGE, None)
+    arena.give(0)
+    assert arena.take(2 * PAGE) is None
+    assert arena.take(PAGE) == 0
+
+
 def test_views_of_a_place_are_the_same_memory() -> None:
     arena = Arena(mmap.mmap(-1, 2 * PAGE))
     arena.take(1)

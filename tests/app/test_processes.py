@@ -327,6 +327,16 @@ def test_images_that_find_no_place_in_the_shared_memory_are_refused(tmp_path: Pa
             client.close()
 
 
+def test_a_body_that_is_too_large_for_a_front_is_read_by_the_engine() -> None:
+    # Of 2 GiB each front may hold 128 MiB, so bodies of half of that, and the engine four times as much.
+    with serve_fake("--workers=2", "--max-body-bytes=100000000", "--max-pixels=64", f"memory={2 << 30}") as server:
+        for padding in (1_000, 70_000_000):
+            answer = HTTP.post(server.url + "/predict", content=many(png(3)) + b" " * padding, headers=JSON)
+            assert (answer.status_code, len(answer.json()["predictions"])) == (200, 1)
+        decoded = [line for line in server.metrics().splitlines() if line.startswith("psc_decode_seconds_count")]
+        assert decoded == ['psc_decode_seconds_count{model="m"} 2.0']
+
+
 def test_slow_clients_take_no_place(server: Server) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(40):  # Bodies that do not come.
