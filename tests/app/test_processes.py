@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,7 @@ import pytest
 from tests.app.fakes import POISON, png
 from tests.app.support import PNG
 from tests.app.test_server import connect, whole
-from tests.served import HTTP, Server, is_alive, serve_fake
+from tests.served import GUARD_SECONDS, HTTP, Server, is_alive, serve_fake
 
 PREDICTIONS: Final = 'psc_predictions_total{label="dark",model="m"} %d.0'
 JSON: Final = {"content-type": "application/json"}
@@ -58,6 +58,16 @@ def alone() -> Iterator[Server]:
 
 
 @contextmanager
+def meanwhile(work: Callable[[], None]) -> Iterator[None]:
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@contextmanager
 def predicting(server: Server) -> Iterator[list[str]]:
     """What came of predictions that are made one after the other meanwhile, "" if it was an answer."""
     seen: list[str] = []
@@ -71,13 +81,11 @@ def predicting(server: Server) -> Iterator[list[str]]:
             except httpx.HTTPError as error:
                 seen.append(repr(error))
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        ended.set()
-        thread.join()
+    with meanwhile(send):
+        try:
+            yield seen
+        finally:
+            ended.set()
 
 
 def many(*images: bytes) -> bytes:
@@ -281,33 +289,23 @@ def test_all_end_when_their_parent_is_killed() -> None:
 
 
 def test_ctrl_c_on_a_terminal_which_all_processes_get_ends_in_order() -> None:
-    with serve_fake("--workers=2", "linger=5") as server, predicting_until_closed(server) as statuses:
+    statuses: list[int] = []
+
+    def send() -> None:
+        """Predict on one connection until an answer closes it."""
+        with httpx.Client(timeout=GUARD_SECONDS) as client:
+            is_open = True
+            while is_open:
+                answer = client.post(server.url + "/predict", content=png(1), headers=PNG)
+                statuses.append(answer.status_code)
+                is_open = answer.headers.get("connection") != "close"
+
+    with serve_fake("--workers=2", "linger=5") as server, meanwhile(send):
         server.until(lambda: len(statuses) > 3)
         os.killpg(server.process.pid, signal.SIGINT)
         assert server.end() == 0
     assert not server.count_in_log("Traceback"), "".join(server.log)
     assert set(statuses) == {200}
-
-
-@contextmanager
-def predicting_until_closed(server: Server) -> Iterator[list[int]]:
-    """The statuses of predictions on one connection, until an answer closes it."""
-    statuses: list[int] = []
-
-    def send() -> None:
-        with httpx.Client(timeout=600) as client:
-            while True:
-                answer = client.post(server.url + "/predict", content=png(1), headers=PNG)
-                statuses.append(answer.status_code)
-                if answer.headers.get("connection") == "close":
-                    return
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        yield statuses
-    finally:
-        thread.join()
 
 
 def test_images_that_find_no_place_in_the_shared_memory_are_refused(tmp_path: Path) -> None:
@@ -356,5 +354,5 @@ async def test_every_request_of_many_clients_gets_its_own_answer(server: Server)
         labels = [each["label"] for each in answer.json()["predictions"]]
         assert labels == ["dark" if grey < 64 else "middle" if grey < 192 else "bright" for grey in greys]
 
-    async with httpx.AsyncClient(timeout=600) as client:
+    async with httpx.AsyncClient(timeout=GUARD_SECONDS) as client:
         await asyncio.gather(*(ask(client, number) for number in range(150)))
