@@ -35,11 +35,12 @@ from app.memory import MemoryBudget, limits
 from app.metrics import Metrics, ModelRecorder
 from app.settings import Settings
 from psc_core.answers import BasePolicy
+from psc_core.checks import REVIEWED
 from psc_core.errors import BundleError, NetworkError, PSCError, UsageError
 from psc_core.maps import map_document
 from psc_core.model import FittedModel, build_model
 from psc_core.network.onnx import OnnxBody
-from psc_core.pipeline import MAP, Pipeline
+from psc_core.pipeline import MAP, REVIEWED_DISTANCE, Pipeline
 from psc_core.settings import Backend
 from psc_core.stored_images import STORED_DISTANCE
 from psc_core.tasks.base import BaseDecisions, FloatArray, Outputs
@@ -213,8 +214,11 @@ class ServedModel:
         return Predicted(outputs, decisions, result.explanation)
 
 
-def explain(model: FittedModel, predicted: Predicted) -> list[dict[str, Any]]:
-    """Return each image's explanation, with the nearest training images and the map where the model has them."""
+def explain(model: FittedModel, predicted: Predicted, alpha: float) -> list[dict[str, Any]]:
+    """Return each image's explanation, with the nearest training images and the map where the model has them.
+
+    An image whose check ``reviewed`` has a p-value of at most ``alpha`` is told which reviewed images it is like.
+    """
     outputs, decisions, explanation = predicted
     documents = model.task.explanations(explanation, model.classes, model.head_layers)
     stored_images, layer_map = model.pipeline.stored_images, model.pipeline.map
@@ -222,6 +226,14 @@ def explain(model: FittedModel, predicted: Predicted) -> list[dict[str, Any]]:
         distances, likely = explanation[STORED_DISTANCE], decisions.likely_classes(outputs)
         for document, of_image, first in zip(documents, distances, likely, strict=True):
             document["nearest"] = stored_images.documents(of_image, model.classes, first)
+    if (reviewed := model.pipeline.scorer.reviewed) is not None:
+        values, p_values = explanation[REVIEWED], outputs.check_p_values[:, outputs.checks.index(REVIEWED)]
+        for at in (p_values <= alpha).nonzero()[0].tolist():
+            kind = int(values[at].argmax())
+            documents[at][REVIEWED] = found = reviewed.kinds[kind]._asdict()
+            if reviewed.stored_images is not None:
+                names, distances = [each.name for each in reviewed.kinds], explanation[REVIEWED_DISTANCE][at]
+                found["nearest"] = reviewed.stored_images.documents(distances, names, [kind])
     if layer_map is not None and MAP in explanation:
         for document, grey in zip(documents, explanation[MAP], strict=True):
             document["map"] = map_document(layer_map.layer, grey)

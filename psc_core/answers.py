@@ -193,7 +193,8 @@ CheckPValues = Annotated[
     dict[str, float] | None,
     Field(
         description="p-value of each check: `texture` (unusual texture), `content` (unknown content), `confidence` "
-        "(no class has much evidence); left out for a model without checks."
+        "(no class has much evidence), `reviewed` (like images reviewed as none of the classes); left out for a model "
+        "without checks."
     ),
 ]
 IsOod = Annotated[bool, Field(description="p-value ≤ alpha.")]
@@ -240,8 +241,25 @@ class StoredImage(Document):
     png: str = Field(description="Base64 of an 8-bit PNG of at most 64 × 64 pixels.")
 
 
+class ReviewedKind(Document):
+    """Images that people reviewed as none of the classes, which an image is like."""
+
+    name: str = Field(description="What people called them; `none_of_the_classes` if they said nothing more.")
+    images: int = Field(ge=1, description="How many of them the model has learnt from.")
+    day: str | None = Field(default=None, description="The day on which most of them were logged.")
+    nearest: list[StoredImage] | None = Field(
+        default=None, description="The nearest of them; left out where the bundle keeps no images."
+    )
+
+
 class BaseExplanation(Document):
     """Base of the evidence for the decision on an image."""
+
+    reviewed: ReviewedKind | None = Field(
+        default=None,
+        description="The reviewed images that the image is most like, if the p-value of the check `reviewed` is at "
+        "most `alpha`.",
+    )
 
     nearest: list[StoredImage] | None = Field(
         default=None,

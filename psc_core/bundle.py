@@ -115,10 +115,31 @@ class _Texture(_Strict):
     counts_below: float = Field(gt=0, le=1)
 
 
+class _Kind(_Strict):
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    images: _Size
+    day: str | None = Field(pattern=r"^\d{4}-\d{2}-\d{2}$")
+
+
+class StoredImagesSection(_Strict):
+    count: _Size
+    kept: _Size
+    channels: _Size
+    height: _Size
+    width: _Size
+
+
+class ReviewedSection(_Strict):
+    kinds: list[_Kind] = Field(min_length=1)
+    counts_below: float = Field(gt=0, le=1)
+    stored_images: StoredImagesSection | None = None
+
+
 class _Checks(_Strict):
     names: list[str] = Field(min_length=1)
     images: _Size
     texture: _Texture | None
+    reviewed: ReviewedSection | None = None
 
 
 class _Grid(_Strict):
@@ -131,14 +152,6 @@ class MapSection(_Strict):
     layer: str
     grid: _Grid
     density: _FittedSection
-
-
-class StoredImagesSection(_Strict):
-    count: _Size
-    kept: _Size
-    channels: _Size
-    height: _Size
-    width: _Size
 
 
 def check_network(network: Mapping[str, Any]) -> None:
@@ -190,6 +203,7 @@ class Manifest(_Strict):
         head, classes = self.head, len(self.classes)
         dim = self.projection.c_proj * self.projection.d_proj
         texture = None if self.checks is None else self.checks.texture
+        reviewed, names = (self.checks.reviewed, self.checks.names) if self.checks else (None, ())
         last_layer = texture.layer if texture else None
         map_layer = None if self.map is None else self.map.layer
         of_texture = texture.density.sizes if texture else {"classes": classes}
@@ -209,7 +223,8 @@ class Manifest(_Strict):
             ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),
             ("density.sizes.classes", classes, self.density.sizes.get("classes")),
             ("checks.texture.density.sizes.classes", classes, of_texture.get("classes", 0)),
-            ("checks.names (texture)", texture is not None, "texture" in (self.checks.names if self.checks else ())),
+            ("checks.names (texture)", texture is not None, "texture" in names),
+            ("checks.names (reviewed)", reviewed is not None, "reviewed" in names),
             ("head.sizes.dim", dim, dim if head.layers or "dim" not in head.sizes else head.sizes["dim"]),
         )
         for where, expected, got in agreements:

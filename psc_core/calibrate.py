@@ -17,13 +17,21 @@ images is taken, among those that lose at most :data:`LARGEST_LOSS` of AUROC on 
 Extended densities give other values, so the p-values of their checks come from the same real images; those of 0 do
 too while they are compared, or the checks would win and not the density.
 
-:func:`recalibrate_from_sample` does it all.  A quarter of the sampled images chooses the times, and the temperature of
-the original network's predictions, and calibrates nothing, so that the rates hold whatever is chosen.
+:func:`learn`: images reviewed as none of the classes become the check ``reviewed`` (:mod:`psc_core.reviewed`), which
+replaces an earlier one.  It is taken where it ranks reviewed images that it has not learnt from higher among images of
+the classes, by more than the standard error of that gain, and loses at most :data:`LARGEST_LOSS` of AUROC on every
+transform.
+
+:func:`recalibrate_from_sample` does it all.  A quarter of the sampled images chooses the times, whether a check is
+taken, and the temperature of the original network's predictions, and calibrates nothing, so that the rates hold
+whatever is chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -39,6 +47,7 @@ from psc_core.checks import (
     KINDS_KEY,
     MIXED,
     REAL,
+    REVIEWED,
     Auroc,
     Checks,
     by_transform,
@@ -61,6 +70,7 @@ from psc_core.maps import LayerMap
 from psc_core.metrics import auroc, in_practice
 from psc_core.model import TRIAL_IMAGES, FittedModel
 from psc_core.pipeline import Pipeline, Scorer, ood_score_of
+from psc_core.reviewed import Kind, Reviewed, class_values, fit_reviewed, store_images, with_enough
 from psc_core.scoring import dataset_outputs
 from psc_core.settings import FitSettings, settings_where
 from psc_core.stored_images import StoredImages
@@ -249,6 +259,11 @@ def seen_examples(model: FittedModel) -> int:
     return found
 
 
+def makes_mixed(model: FittedModel) -> bool:
+    """Return whether the fit mixed images of two classes, which are out of distribution unless images are ambiguous."""
+    return MIXED in model.report.get("metrics", {}).get("checks", {}).get(KINDS_KEY, ())
+
+
 def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: Compute) -> Extension:
     """Extend the densities where that is better on images made from ``real``, which neither extend nor calibrate."""
     examples = seen_examples(model)
@@ -256,10 +271,9 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
     pipelines = {
         times: extend_pipeline(model.pipeline, read, examples, times) if times else model.pipeline for times in TIMES
     }
-    transforms = model.report.get("metrics", {}).get("checks", {}).get(KINDS_KEY, ())
     scorers = {times: pipeline.scorer for times, pipeline in pipelines.items()}
     names = model.checks or (CONTENT,)
-    values = _synthetic_values(scorers, names, real, compute, mixed=MIXED in transforms)
+    values = _synthetic_values(scorers, names, real, compute, mixed=makes_mixed(model))
     inside = {times: of_transform[REAL] for times, of_transform in values.items()}
     checks = {times: fit_checks(names, inside[times], inside[times]) if model.checks else None for times in TIMES}
     aurocs = {times: _aurocs(checks[times], values[times]) for times in TIMES}
@@ -275,7 +289,8 @@ def extend_pipeline(pipeline: Pipeline, read: _DensityInputs, examples: int, tim
     if scorer.texture is not None and early is not None:
         texture = extend_density(scorer.texture, early, labels, examples=examples, times=times).density
     stored_images = None if pipeline.stored_images is None else pipeline.stored_images.moved(found.moved)
-    scorer = scorer.replace(density=found.density, texture=texture).to(scorer.scale.device)
+    reviewed = None if scorer.reviewed is None else scorer.reviewed.moved(found)
+    scorer = scorer.replace(density=found.density, texture=texture, reviewed=reviewed).to(scorer.scale.device)
     return pipeline.with_scorer(scorer, stored_images=stored_images)
 
 
@@ -322,6 +337,115 @@ def _synthetic_values(
     return {times: {name: of_transform[times] for name, of_transform in found.items()} for times in scorers}
 
 
+PARTS: Final = 5  # of the reviewed images, each of which is held back once
+_HELD_BACK: Final = "reviewed, held back"  # beside the transforms
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A pipeline that has learnt from reviewed images, and the comparison with one without such a check."""
+
+    pipeline: Pipeline  # has to be calibrated again; as it was if the check does not help
+    kinds: tuple[Kind, ...]
+    before: Auroc  # of reviewed images that were held back, then by transform
+    after: Auroc
+    helps: bool
+
+    def table(self) -> str:
+        """Return a line before and after, with the AUROC of each kind of images."""
+        rows = [["check reviewed", *self.before]]
+        rows += [
+            [name, *(f"{value:.4f}" for value in found.values())]
+            for name, found in (("without", self.before), ("with", self.after))
+        ]
+        kinds = ", ".join(f"{kind.images} {kind.name}" for kind in self.kinds)
+        return "\n".join([f"AUROC against images of the classes, with what {kinds} teach:", *align(rows)])
+
+    def warning(self) -> str:
+        """Return the reason why the check is not taken; empty where it is."""
+        if self.helps:
+            return ""
+        return (
+            "the check reviewed is not taken: it finds reviewed images that it has not learnt from no better, or loses "
+            f"more than {LARGEST_LOSS:g} of AUROC on synthetic OOD images; look at their labels, or review more"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison as a bundle records it, in JSON types."""
+        return {
+            "kinds": [kind._asdict() for kind in self.kinds],
+            "helps": self.helps,
+            "images": list(self.before),
+            "auroc_before": [*self.before.values()],
+            "auroc_after": [*self.after.values()],
+        }
+
+
+def learn(
+    pipeline: Pipeline,
+    unknown: ImageDataset,  # labelled with kinds
+    days: Sequence[str],  # of each, or none
+    real: ImageDataset,  # of the classes, which calibrate nothing
+    compute: Compute,
+    *,
+    mixed: bool,
+) -> Learnt:
+    """Fit the check ``reviewed`` where that is better on images that it has not learnt from."""
+    if pipeline.checks is None:
+        raise UsageError("the model has no checks, to which another could be added; fit it again with ood_score checks")
+    unknown, scorer = with_enough(unknown), pipeline.scorer
+    density, checks = copy.deepcopy(scorer.density).cpu(), copy.deepcopy(pipeline.checks).cpu().without_reviewed()
+    kinds, names, count = unknown.first_labels(), unknown.classes, checks.ascending.shape[1]
+
+    @torch.inference_mode()
+    def read(images: Tensor) -> dict[str, Tensor]:
+        embedding = scorer.embed(images.to(compute.device))
+        values = check_values(checks.names, scorer.score(embedding).scores)
+        return {"w": scorer.density.coordinates(embedding.density_input), "values": values}
+
+    def without(of: Mapping[str, Tensor]) -> Tensor:
+        return checks.score(of["values"])
+
+    def checks_with(reviewed: Reviewed) -> Checks:
+        return checks.with_reviewed(class_values(reviewed, density, count, reviewed(inside["w"]).amax(1)))
+
+    def score_with(reviewed: Reviewed) -> Callable[[Mapping[str, Tensor]], Tensor]:
+        new = checks_with(reviewed)
+        return lambda of: new.score(torch.cat([of["values"], reviewed(of["w"]).amax(1)[:, None]], dim=1))
+
+    batches = ({REVIEWED: batch.images} for batch in track_images(unknown, compute, "reviewed images"))
+    seen = by_transform(batches, read)[REVIEWED]
+    made = by_transform(synthetic_batches(real, compute, "synthetic OOD images", mixed=mixed, seed=0), read)
+    inside = made.pop(REAL)
+    ranks = torch.zeros(2, len(kinds), dtype=torch.float64)
+    for part in range(PARTS):
+        held = torch.arange(len(kinds)) % PARTS == part
+        of_held = {name: values[held] for name, values in seen.items()}
+        fitted = fit_reviewed(density, seen["w"][~held], kinds[~held], names)
+        for row, score in enumerate((without, score_with(fitted))):
+            ranks[row, held] = _ranks(score(inside), score(of_held))
+    reviewed, gains = fit_reviewed(density, seen["w"], kinds, names, days), ranks[1] - ranks[0]
+    before, after = (
+        {_HELD_BACK: mean, **{name: auroc(score(inside), score(of)) for name, of in made.items()}}
+        for mean, score in zip(ranks.mean(1).tolist(), (without, score_with(reviewed)), strict=True)
+    )
+    helps = float(gains.mean()) > float(gains.std(correction=0)) / math.sqrt(len(gains))
+    helps &= all(after[name] >= before[name] - LARGEST_LOSS for name in made)
+    if helps:
+        if pipeline.stored_images is not None:
+            reviewed = store_images(reviewed, unknown, seen["w"])
+        new = scorer.replace(reviewed=reviewed).to(scorer.scale.device)
+        pipeline = pipeline.with_scorer(new, checks=checks_with(reviewed))
+    return Learnt(pipeline, reviewed.kinds, before, after, helps)
+
+
+def _ranks(real: Float[Tensor, " m"], scores: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Return the fraction of real images that each score is above, ties counted half."""
+    ascending = real.sort().values
+    low, high = (torch.searchsorted(ascending, scores, right=right) for right in (False, True))
+    return (low + high).double() / (2 * len(real))
+
+
 CHOOSES: Final = 0.25  # fraction of the sampled images that chooses temperature and extension
 FEWEST_TO_CHOOSE: Final = 25  # images of equal weight; with fewer, temperature and density stay
 
@@ -336,24 +460,31 @@ class Recalibrated:
 
 
 def recalibrate_from_sample(
-    model: FittedModel, sample: Sample, changes: Mapping[str, Any], more: ImageDataset | None = None
+    model: FittedModel,
+    sample: Sample,
+    changes: Mapping[str, Any],
+    more: ImageDataset | None = None,
+    unknown: tuple[ImageDataset, Sequence[str]] | None = None,
 ) -> Recalibrated:
-    """Return the model of a bundle, calibrated on a random sample; images outside it, ``more``, extend the density."""
+    """Return the model of a bundle, calibrated on a random sample.
+
+    Images outside it, ``more``, extend the density; the check ``reviewed`` learns from ``unknown`` ones, with days.
+    """
     settings = settings_of(model, changes)
-    lines, pipeline, calibrates, extension = [], model.pipeline, sample, None
-    if more is not None or pipeline.scorer.head.has_temperature:
+    lines, pipeline, calibrates, extension, learnt = [], model.pipeline, sample, None, None
+    if more is not None or unknown is not None or pipeline.scorer.head.has_temperature:
         order = torch.arange(len(sample.of_class))  # That of the digests, which is random.
         count = round(CHOOSES * len(order))
         chooses, rest = sample.at(order[:count]), sample.at(order[count:])
         real = chooses.of_class.subset(thin(chooses.weights).nonzero()[:, 0])
+        if (more is not None or unknown is not None) and len(real) < FEWEST_TO_CHOOSE:
+            raise UsageError(
+                "a quarter of the sampled images of a class compares what changes with what was, and calibrates "
+                f"nothing: at least {FEWEST_TO_CHOOSE}, and of {len(sample.of_class)} labelled that are {len(real)} "
+                f"that count equally; review at least {round(FEWEST_TO_CHOOSE / CHOOSES)} drawn equally, or leave out "
+                "--extend-density and --learn"
+            )
         if more is not None:
-            if len(real) < FEWEST_TO_CHOOSE:
-                raise UsageError(
-                    "a quarter of the sampled images of a class compares the densities and calibrates nothing: at "
-                    f"least {FEWEST_TO_CHOOSE}, and of {len(sample.of_class)} labelled that are {len(real)} that count "
-                    f"equally; review at least {round(FEWEST_TO_CHOOSE / CHOOSES)} drawn equally, or leave out "
-                    "--extend-density"
-                )
             extension = extend(model, more, real, settings.compute())
             pipeline, calibrates = extension.pipeline, rest
             lines.append(extension.table())
@@ -361,6 +492,10 @@ def recalibrate_from_sample(
             pipeline, calibrates = refit_temperature(pipeline, real, settings), rest
             before, now = (each.scorer.head.record["temperature"] for each in (model.pipeline, pipeline))
             lines.append(f"temperature {now:.3g}, before {before:.3g}, by {len(real)} images, which do not calibrate")
+        if unknown is not None:
+            learnt = learn(pipeline, *unknown, real, settings.compute(), mixed=makes_mixed(model))
+            pipeline, calibrates = learnt.pipeline, rest
+            lines.append(learnt.table())
     pipeline, calibrated = calibrate_pipeline(
         pipeline, type(model.task), calibrates.of_class, settings, calibrates.weights, or_higher="risk" not in changes
     )
@@ -372,6 +507,7 @@ def recalibrate_from_sample(
         **{kind: len(images) for kind, images in sample.others.items()},
         "sha256": sample.of_class.digest(),
         **({} if extension is None else {"extension": extension.to_json()}),
+        **({} if learnt is None else {REVIEWED: learnt.to_json()}),
     }
     found = with_calibration(model, pipeline, calibrated, calibrates.of_class, entry)
     policy = calibrated.policy
@@ -384,7 +520,8 @@ def recalibrate_from_sample(
     for kind, images in sample.others.items():
         before, after = (_alarms(each, images) for each in (model, found))
         lines.append(f"alarms on the {len(images)} images labelled {kind}: {before:.1%} before, {after:.1%} now")
-    return Recalibrated(found, tuple(lines), tuple(filter(None, ["" if extension is None else extension.warning()])))
+    warnings = [each.warning() for each in (extension, learnt) if each is not None]
+    return Recalibrated(found, tuple(lines), tuple(filter(None, warnings)))
 
 
 def _alarms(model: FittedModel, images: ImageDataset) -> float:

@@ -7,15 +7,17 @@ check          value, higher is more unusual                       an alarm mean
                over positions, nats
 ``content``    minus the log density of the model, nats            unknown kind: parts that no class has
 ``confidence`` energy of the logits, −log Σ exp f, nats            no class has much evidence
+``reviewed``   what :mod:`psc_core.reviewed` has learnt, in         like images that people reviewed as none of
+               standard deviations of images of the classes        the classes
 =============  ==================================================  ==========================================
 
 With the p-value ``p_g`` of each check the OOD score is
 
     ``−Σ_g log min(1, p_g / τ_g)``     nats
 
-with ``τ_g = 1`` except for ``texture`` (a soft form of the truncated product of Zaykin et al. 2002; with all τ = 1 it
-is half of the statistic of Fisher 1932).  Near out-of-distribution images have typical textures, and how typical they
-are would only add noise to the sum.
+with ``τ_g = 1`` except for ``texture`` and ``reviewed`` (a soft form of the truncated product of Zaykin et al. 2002;
+with all τ = 1 it is half of the statistic of Fisher 1932).  Near out-of-distribution images have typical textures, and
+most images are like none that was reviewed: how typical they are would only add noise to the sum.
 
 The conformal p-value among m images is at least 1 / (m + 1), so all values beyond the largest of m are tied, but in a
 sum their distance beyond it matters.  So with the values ``r_1 ≤ … ≤ r_m`` of in-distribution images ``p_g`` is
@@ -63,6 +65,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -247,7 +250,9 @@ def log_p_values(
 
 CONTENT: Final = "content"  # as bundles and answers call the check that reads the model's density
 CONFIDENCE: Final = "confidence"
-CHECKS: Final = (TEXTURE, CONTENT, CONFIDENCE)  # the names of all checks; a model has some of them, in this order
+REVIEWED: Final = "reviewed"
+CHECKS: Final = (TEXTURE, CONTENT, CONFIDENCE, REVIEWED)  # names of all checks; a model has some, in this order
+COUNTS_BELOW: Final = {TEXTURE: 0.2, REVIEWED: 0.03}  # p-values below which these count along with other checks
 
 
 def check_values(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, "batch checks"]:
@@ -255,8 +260,7 @@ def check_values(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batc
     values = {CONTENT: -scores["log_density"]}
     if CONFIDENCE in names:
         values[CONFIDENCE] = scores["energy"]
-    if TEXTURE in scores:
-        values[TEXTURE] = scores[TEXTURE]
+    values |= {name: scores[name] for name in COUNTS_BELOW if name in scores}
     return torch.stack([values[name] for name in names], dim=1)
 
 
@@ -275,11 +279,11 @@ class Checks(nn.Module):
         ascending: Tensor,  # float32 (G, m) values that ``p_g`` is fitted to, sorted
         scales: Tensor,  # float32 (G,) scales of the tails, positive
         calibration: Tensor,  # float32 (G, n) values of the calibration images, sorted
-        texture_counts_below: float = 1.0,  # τ of ``texture``, in (0, 1]
+        counts_below: Mapping[str, float] = MappingProxyType({}),  # τ in (0, 1] of the checks where it is not 1
     ) -> None:
         super().__init__()
         self.names = tuple(names)
-        self.texture_counts_below = texture_counts_below
+        self.counts_below = dict(counts_below)
         if self.names != tuple(name for name in CHECKS if name in names) or not names:
             raise BundleError(f"expected checks of {', '.join(CHECKS)} in this order, got {list(names)}")
         fitted = {"ascending": ascending, "scales": scales, "calibration": calibration}
@@ -295,7 +299,7 @@ class Checks(nn.Module):
                 raise BundleError("expected ascending values of the checks; fit the bundle again")
         if not (scales > 0).all():
             raise BundleError("expected positive scales of the checks; fit the bundle again")
-        below = [texture_counts_below if name == TEXTURE else 1.0 for name in names]
+        below = [counts_below.get(name, 1.0) for name in names]
         log_below = torch.tensor(below, dtype=torch.float64).log()[:, None].to(ascending.device)
         self.register_buffer("log_below", log_below, persistent=False)
         self.register_buffer("pieces", log_p_pieces(self.ascending, scales), persistent=False)
@@ -303,7 +307,28 @@ class Checks(nn.Module):
     def calibrated_on(self, values: Float[Tensor, "checks n"]) -> Checks:
         """Return these checks with other values of calibration images, sorted, on their device."""
         device = values.device
-        return Checks(self.names, self.ascending.to(device), self.scales.to(device), values, self.texture_counts_below)
+        return Checks(self.names, self.ascending.to(device), self.scales.to(device), values, self.counts_below)
+
+    def without_reviewed(self) -> Checks:
+        """Return the other checks."""
+        kept = [at for at, name in enumerate(self.names) if name != REVIEWED]
+        below = {name: value for name, value in self.counts_below.items() if name != REVIEWED}
+        tensors = (self.ascending[kept], self.scales[kept], self.calibration[kept])
+        return Checks(self.names[: len(kept)], *tensors, below)
+
+    def with_reviewed(self, values: Float[Tensor, " m"]) -> Checks:
+        """Return these checks with another ``reviewed``, whose p_g is fitted to ``values``; it has to be calibrated.
+
+        There are as many values as other checks have.
+        """
+        others, one = self.without_reviewed(), values.to(self.ascending).sort().values[None]
+        return Checks(
+            (*others.names, REVIEWED),
+            torch.cat([others.ascending, one]),
+            torch.cat([others.scales, tail_scales(one.T)]),
+            torch.cat([others.calibration, one.amax().expand(1, others.calibration.shape[1])]),
+            others.counts_below | {REVIEWED: COUNTS_BELOW[REVIEWED]},
+        )
 
     def score(self, values: Float[Tensor, "batch checks"]) -> Float[Tensor, " batch"]:
         """Return ``−Σ_g log min(1, p_g / τ_g)``, in nats; higher is more unusual."""
@@ -315,7 +340,6 @@ class Checks(nn.Module):
         return conformal_p_values(self.calibration, values.T.contiguous()).T
 
 
-TEXTURE_COUNTS_BELOW: Final = 0.2  # the p-value below which an unusual texture counts along with other checks
 MINIMUM_TAIL: Final = 5  # minimum number of values for the scale of the tail, if there are as many
 
 
@@ -330,7 +354,7 @@ def fit_checks(
     scales = tail_scales(ascending)
     if constant := [name for name, values in zip(names, ascending.T, strict=True) if not vary(values)]:
         raise FitError(f"expected values that differ between images, those of {', '.join(constant)} are all equal")
-    below = TEXTURE_COUNTS_BELOW if TEXTURE in names and len(names) > 1 else 1.0
+    below = {name: value for name, value in COUNTS_BELOW.items() if name in names and len(names) > 1}
     return Checks(names, ascending.T, scales, calibration.float().sort(dim=0).values.T, below)
 
 

@@ -71,7 +71,7 @@ freedom too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
@@ -136,7 +136,11 @@ class Density(Fitted):
         raise NotImplementedError
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> DensityOutput:
-        joint = self.class_log_joint(self.coordinates(z))
+        return self.at(self.coordinates(z))
+
+    def at(self, w: Float[Tensor, "batch kept"]) -> DensityOutput:
+        """Return the log-densities of images with these :meth:`coordinates`."""
+        joint = self.class_log_joint(w)
         # Not the log of a sum: float32 holds nothing below e^−103, and densities can be far smaller.
         return DensityOutput(joint.logsumexp(dim=1), joint)
 
@@ -416,7 +420,23 @@ def can_extend(family: type[Density]) -> bool:
 
 def class_counts(density: Density, examples: int) -> Float[Tensor, " K"]:
     """Return n_k, whole numbers as float64: n times the class proportions that the density's constants hold."""
-    return (examples * _log_proportions(density).softmax(0)).round().clamp(min=2)
+    return (examples * class_proportions(density)).round().clamp(min=2)
+
+
+def class_proportions(density: Density) -> Float[Tensor, " K"]:
+    """Return π_k, float64."""
+    return _log_proportions(density).softmax(0)
+
+
+def class_covariances(density: Density) -> Iterator[Float[Tensor, "P P"]]:
+    """Yield Σ_k of each class in w, float64."""
+    if isinstance(density, ClasswiseDensity):
+        for whitener in density.whiteners:
+            root = torch.linalg.inv(whitener.double())
+            yield root @ root.mT
+    else:
+        kept = density.basis.shape[1]
+        yield from [torch.eye(kept, dtype=torch.float64, device=density.basis.device)] * len(density.constants)
 
 
 def extend_density(
@@ -448,10 +468,9 @@ def extend_density(
     }
     record = {**density.record, EXAMPLES: int(n) + m, "clamped_eigenvalues": within.n_clamped}
     if isinstance(density, ClasswiseDensity):
-        whitener = torch.linalg.inv(density.whiteners.double())
         roots = [
             linalg.inverse_root(turn @ ((seen - 1) * covariance + more) @ turn / (now - 1))
-            for seen, covariance, more, now in zip(counts, whitener @ whitener.mT, added, after, strict=True)
+            for seen, covariance, more, now in zip(counts, class_covariances(density), added, after, strict=True)
         ]
         tensors["whiteners"] = torch.stack([each.root for each in roots])
         tensors["constants"] -= 0.5 * tensors["constants"].new_tensor([each.log_det for each in roots])

@@ -21,19 +21,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Final, Unpack, cast
 
+import torch
 from torch import Tensor, nn
 
 from psc_core import __version__
 from psc_core.calibrate import (
+    CHOOSES,
+    FEWEST_TO_CHOOSE,
     calibrate_pipeline,
     calibrate_scorer,
+    learn,
+    makes_mixed,
     settings_of,
     trial_of,
     warn_of_policy,
     with_calibration,
 )
+from psc_core.checks import REVIEWED
 from psc_core.collapse import ChosenLayer, CollapseReport, measure_layers, to_text
 from psc_core.compute import own_state
 from psc_core.data import MAX_BAD_IMAGES
@@ -46,12 +53,14 @@ from psc_core.errors import NetworkError, UsageError, warn
 from psc_core.fit_data import Checkpoint, FitData, FitJob
 from psc_core.fit_parts import compare_positions, cut, fewest_positions, fit_parts, report_of
 from psc_core.images.preprocess import MAKE_KNOWN
+from psc_core.log.labels import NONE_OF_THE_CLASSES
 from psc_core.model import PSC, FittedModel, PSCRegressor, model_class_of
 from psc_core.network.cut import device_of, readable_copy
 from psc_core.network.described import classes_of
 from psc_core.network.export import check_exportable
 from psc_core.network.load import spec_of
 from psc_core.network.output import check_images, check_output, trial_images
+from psc_core.pipeline import Pipeline
 from psc_core.projection import FittedProjection, fit_tucker
 from psc_core.scoring import check_read_by
 from psc_core.settings import FitOptions, FitSettings, Stage, settings_where
@@ -202,19 +211,54 @@ def fit(
 @own_state()
 def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel:
     """Return ``model`` calibrated on other images, see :meth:`.FittedModel.calibrate`."""
+    return _calibrated(model, model.pipeline, _calibration_images(model, loader), changes)
+
+
+@own_state()
+def learn_from(model: FittedModel, unknown: Any, loader: Any, **changes: Any) -> FittedModel:
+    """Return ``model`` with the check ``reviewed``, calibrated on other images, see :meth:`.FittedModel.learn`."""
+    data, settings = _calibration_images(model, loader), settings_of(model, changes)
+    images = open_images(unknown, "the unknown images", LoaderDescription(model.preprocess))
+    check_read_by(model, images)
+    others = tuple(name for name in images.classes if name != NONE_OF_THE_CLASSES)
+    named = replace(images, classes=(*images.classes, *{NONE_OF_THE_CLASSES} - {*images.classes}))
+    named = named.in_order((NONE_OF_THE_CLASSES, *others))
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(settings.seed))
+    chosen, rest = (data.subset(part) for part in order.tensor_split([round(CHOOSES * len(order))]))
+    if len(chosen) < FEWEST_TO_CHOOSE:
+        raise UsageError(
+            f"a quarter of the {len(data)} images of the classes measures whether the check helps, and calibrates "
+            f"nothing; give at least {round(FEWEST_TO_CHOOSE / CHOOSES)}"
+        )
+    learnt = learn(model.pipeline, named, (), chosen, settings.compute(), mixed=makes_mixed(model))
+    if text := learnt.warning():
+        warn(text)
+    return _calibrated(model, learnt.pipeline, rest, changes, {REVIEWED: learnt.to_json()})
+
+
+def _calibration_images(model: FittedModel, loader: Any) -> ImageDataset:
     as_fitted = LoaderDescription(model.preprocess, classes=model.classes, target=model.task.number())
     data = open_images(loader, "the calibration data", as_fitted).in_order(model.classes)
     check_read_by(model, data)
-    settings = settings_of(model, changes)
     model.task.check_images(model.classes, data)
     warn_of_repeated(data)
+    return data
+
+
+def _calibrated(
+    model: FittedModel,
+    pipeline: Pipeline,
+    data: ImageDataset,
+    changes: Mapping[str, Any],
+    entry: Mapping[str, Any] = MappingProxyType({}),
+) -> FittedModel:
     pipeline, calibrated = calibrate_pipeline(
-        model.pipeline, type(model.task), data, settings, or_higher="risk" not in changes
+        pipeline, type(model.task), data, settings_of(model, changes), or_higher="risk" not in changes
     )
     warn_of_policy(calibrated.policy, calibrated.metrics)
     count = len(data)
-    entry = {"labels": count, "calibrated_on": count, "effective_sample_size": count, "sha256": data.digest()}
-    return with_calibration(model, pipeline, calibrated, data, entry)
+    numbers = {"labels": count, "calibrated_on": count, "effective_sample_size": count, "sha256": data.digest()}
+    return with_calibration(model, pipeline, calibrated, data, {**numbers, **entry})
 
 
 def _named_by(net: nn.Module, train: ImageDataset) -> ImageDataset:

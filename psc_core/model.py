@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from psc_core.answers import UNNAMED, BasePolicy, ClassificationPolicy, RegressionPolicy, Target
 from psc_core.bundle import SCHEMA, Bundle, Manifest, read_bundle, write_bundle
+from psc_core.checks import REVIEWED, TEXTURE
 from psc_core.compute import own_state, resolve_device
 from psc_core.data.loaders import LoaderDescription
 from psc_core.errors import BundleError, FitError, PSCError, UsageError, of_this_machine, shorten
@@ -179,6 +180,31 @@ class FittedModel:
 
         return cast(AnyModel, calibrate_on(self, loader, **settings))
 
+    @own_state()
+    def learn(self: AnyModel, unknown: Any, loader: Any, **settings: Any) -> AnyModel:
+        """Return this model with a check that knows images of none of the classes, calibrated on ``loader``.
+
+        The check ``reviewed`` finds images that are like the ``unknown`` ones, of which ten are enough to begin with.
+        It is left out, with a warning, where it does not help on those that were held back, or does harm to synthetic
+        OOD images.  Nothing else is fitted.  A quarter of the images of the classes measures that; the others
+        calibrate, as in :meth:`calibrate`.
+
+        Args:
+            unknown: A loader as in :meth:`psc_core.PSC.fit`, or an :class:`psc_core.ImageDataset`, of images that show
+                none of the classes.  Their labels are the kinds of what they show: a kind of at least ten images has
+                its own part of the check.
+            loader: Images of the classes, which were not used for training or fitting, as in :meth:`calibrate`.
+            settings: As in :meth:`calibrate`.
+
+        Raises:
+            UsageError: As in :meth:`calibrate`, and if there are fewer than ten unknown images or a hundred others, or
+                the model has no checks.
+            DataError: If a batch cannot be used, or the classes differ.
+        """
+        from psc_core.fit import learn_from  # imported here, so that services load no fitting code
+
+        return cast(AnyModel, learn_from(self, unknown, loader, **settings))
+
     def decide(self, outputs: Outputs[FloatArray]) -> BaseDecisions:
         """Return the decisions under the bundle's policy."""
         return self.calibration.decide(outputs, self.policy)
@@ -229,12 +255,19 @@ class FittedModel:
         if backbone.onnx is None:
             files["backbone"] = backbone.state_dict()
         if checks is not None:
-            files["checks"], texture = checks.state_dict(), None
+            files["checks"], texture, below = checks.state_dict(), None, checks.counts_below
             if scorer.texture is not None:
-                files["checks"] |= {f"texture.{name}": tensor for name, tensor in scorer.texture.state_dict().items()}
-                layer, below = self.backbone.layers[-1], checks.texture_counts_below
-                texture = {"layer": layer, "density": scorer.texture.config(), "counts_below": below}
+                files["checks"] |= _under(TEXTURE, scorer.texture.state_dict())
+                layer, config = self.backbone.layers[-1], scorer.texture.config()
+                texture = {"layer": layer, "density": config, "counts_below": below.get(TEXTURE, 1.0)}
             fields["checks"] = {"names": checks.names, "images": checks.ascending.shape[1], "texture": texture}
+            if (reviewed := scorer.reviewed) is not None:
+                kinds, images = [kind._asdict() for kind in reviewed.kinds], reviewed.stored_images
+                files["checks"] |= _under(REVIEWED, {name: reviewed.get_buffer(name) for name in reviewed.layout})
+                fields["checks"][REVIEWED] = {"kinds": kinds, "counts_below": below[REVIEWED]}
+                if images is not None:
+                    files["checks"] |= _under(REVIEWED, images.tensors())
+                    fields["checks"][REVIEWED]["stored_images"] = images.sizes
         if layer_map is not None:
             files["map"], fields["map"] = layer_map.density.state_dict(), layer_map.config()
         if (stored := self.pipeline.stored_images) is not None:
@@ -551,6 +584,10 @@ class PSCRegressor(FittedModel):
         def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> RegressionPrediction: ...
 
         def decide(self, outputs: Outputs[FloatArray]) -> RegressionDecisions: ...
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
 
 
 MODEL_CLASSES: tuple[type[FittedModel], ...] = (PSC, PSCRegressor)  # of other tasks: FittedModel

@@ -25,8 +25,8 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from psc_core.bundle import Bundle, Manifest, MapSection
-from psc_core.checks import TEXTURE, Checks, check_values
+from psc_core.bundle import Bundle, Manifest, MapSection, ReviewedSection
+from psc_core.checks import REVIEWED, TEXTURE, Checks, check_values
 from psc_core.compute import autocast, together
 from psc_core.conformal import check_rates, conformal_p_values
 from psc_core.density import Density, restore_density
@@ -40,6 +40,7 @@ from psc_core.network.export import export_here, to_onnx
 from psc_core.network.load import need_no_folder
 from psc_core.network.onnx import INSTALLED, restore_body
 from psc_core.projection import Projection
+from psc_core.reviewed import Kind, Reviewed
 from psc_core.settings import BACKENDS, Backend, Precision
 from psc_core.stored_images import STORED_DISTANCE, StoredImages
 from psc_core.tasks.base import BaseCalibration, Outputs, pack
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from psc_core.model import FittedModel
 
 
+REVIEWED_DISTANCE: Final = "reviewed_distance"  # the name of the distances to stored reviewed images, likewise
 MAP: Final = "map"  # the name of the map in an explanation
 NO_MAP: Final = "the model has no map; fit it again with checks, and a network whose early layers have rows and columns"
 
@@ -86,7 +88,7 @@ class Scorer(nn.Module):
     scale: Tensor
     shift: Tensor
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         preprocess: Preprocess,  # a scorer applies its device half
         # The truncated network as it runs, see :meth:`psc_core.network.cut.Backbone.fused`; where that predicts it
@@ -96,6 +98,7 @@ class Scorer(nn.Module):
         density: Density,  # log p of z, or of features averaged over positions
         head: Head,  # g′ on z, or where the original network predicts a head on its output
         texture: Density | None = None,  # of the averaged features of the backbone's last layer
+        reviewed: Reviewed | None = None,  # of the density's coordinates
         head_layers: tuple[str, ...] = (),  # that the head reads besides z
     ) -> None:
         super().__init__()
@@ -103,12 +106,12 @@ class Scorer(nn.Module):
             self.register_buffer(name, part.to(projection.mean.device), persistent=False)
         self.preprocess, self.head_layers = preprocess, head_layers
         self.backbone, self.projection, self.density = backbone, projection, density
-        self.head, self.texture = head, texture
+        self.head, self.texture, self.reviewed = head, texture, reviewed
         self.eval().requires_grad_(False)
 
     def replace(self, **parts: Any) -> Scorer:
         """Return a scorer with other parts, by the names of the constructor; it shares everything else."""
-        names = ("preprocess", "backbone", "projection", "density", "head", "texture", "head_layers")
+        names = ("preprocess", "backbone", "projection", "density", "head", "texture", "reviewed", "head_layers")
         return Scorer(**{name: parts.get(name, getattr(self, name)) for name in names})
 
     @property
@@ -151,12 +154,16 @@ class Scorer(nn.Module):
         """Return the scores and the probabilities from the inputs of the density and the head."""
         texture, early = self.texture, embedding.early
         density, (scores, probabilities), *unlike = together(
-            lambda: self.density(embedding.density_input).log_density,
+            lambda: self._density_scores(embedding.density_input),
             lambda: self.head.score(embedding.head_input, embedding.output),
             *([lambda: -texture(early).log_density] if texture is not None and early is not None else []),
         )
-        scores = {**scores, "log_density": density, **({TEXTURE: unlike[0]} if unlike else {})}
-        return Scored(scores, probabilities)
+        return Scored({**scores, **density, **({TEXTURE: unlike[0]} if unlike else {})}, probabilities)
+
+    def _density_scores(self, density_input: Float[Tensor, "batch _"]) -> dict[str, Float[Tensor, " batch"]]:
+        w = self.density.coordinates(density_input)
+        like = {} if self.reviewed is None else {REVIEWED: self.reviewed(w).amax(1)}
+        return {"log_density": self.density.at(w).log_density, **like}
 
     def forward(self, images: Images) -> Scored:
         return self.score(self.embed(images))
@@ -232,6 +239,10 @@ class Pipeline(nn.Module):
         explanation |= self.scorer.head.explain(embedding.head_input)
         if self.stored_images is not None:
             explanation[STORED_DISTANCE] = self.stored_images(coordinates)
+        if (reviewed := self.scorer.reviewed) is not None:
+            explanation[REVIEWED] = reviewed(coordinates)
+            if reviewed.stored_images is not None:
+                explanation[REVIEWED_DISTANCE] = reviewed.stored_images(coordinates)
         if with_map:
             explanation[MAP] = self._map_of(features)
         return self.outputs(self.scorer.score(embedding)), explanation
@@ -373,7 +384,7 @@ def restore_pipeline(
         head = restore(heads, manifest.head.model_dump(exclude={"layers"}), tensors["head"])
         calibration = _restore_calibration(manifest, tensors["calibration"])
         check_rates(len(calibration), alpha=manifest.policy.alpha, coverage=manifest.policy.coverage)
-        texture, checks = _restore_checks(manifest, tensors)
+        texture, reviewed, checks = _restore_checks(manifest, tensors)
         layer_map = _restore_map(manifest.map, tensors["map"]) if manifest.map else None
         stored_images = None
         if manifest.stored_images:
@@ -384,6 +395,11 @@ def restore_pipeline(
                 channels=manifest.preprocess.channels,
                 classes=len(manifest.classes),
                 has_values=manifest.task.has_numbers,
+            )
+        if reviewed is not None and len(reviewed.directions) != density.basis.shape[1]:
+            raise BundleError(
+                f"expected checks.reviewed of {density.basis.shape[1]} components, got {len(reviewed.directions)}; "
+                "learn it again"
             )
         backbone = _restore_backbone(bundle, allow_factories)
     except PSCError as error:
@@ -398,7 +414,8 @@ def restore_pipeline(
             "fit the bundle again"
         ) from error
     running, head_layers = backbone.to(device).fused(manifest.precision), tuple(manifest.head.layers)
-    scorer = Scorer(manifest.preprocess, running, projection, density, head, texture, head_layers).to(device)
+    scorer = Scorer(manifest.preprocess, running, projection, density, head, texture, reviewed, head_layers)
+    scorer = scorer.to(device)
     return Pipeline(scorer, calibration.ood_scores, checks, layer_map, stored_images), backbone, calibration
 
 
@@ -423,26 +440,54 @@ def _restore_calibration(manifest: Manifest, tensors: Mapping[str, Tensor]) -> B
 
 def _restore_checks(
     manifest: Manifest, files: Mapping[str, Mapping[str, Tensor]]
-) -> tuple[Density | None, Checks | None]:
+) -> tuple[Density | None, Reviewed | None, Checks | None]:
     if manifest.checks is None:
-        return None, None
-    tensors = files["checks"]
-    texture, of_checks = None, {name: tensor for name, tensor in tensors.items() if "." not in name}
-    if manifest.checks.texture is not None:
-        texture_tensors = {name.removeprefix("texture."): tensor for name, tensor in tensors.items() if "." in name}
-        texture = restore_density(manifest.checks.texture.density.model_dump(), texture_tensors)
-    wanted = {"ascending", "scales", "calibration"}
-    if set(of_checks) != wanted or (texture is None and len(of_checks) != len(tensors)):
+        return None, None, None
+    section, tensors = manifest.checks, files["checks"]
+    parts: dict[str, dict[str, Tensor]] = {"": {}, TEXTURE: {}, REVIEWED: {}}
+    for name, tensor in tensors.items():
+        part, _, rest = name.rpartition(".")
+        parts.setdefault(part, {})[rest] = tensor
+    of_checks, wanted = parts.pop(""), {"ascending", "scales", "calibration"}
+    named = {name for name, part in ((TEXTURE, section.texture), (REVIEWED, section.reviewed)) if part is not None}
+    if set(of_checks) != wanted or {name for name, part in parts.items() if part} != named:
         raise BundleError(
             f"expected checks tensors {sorted(wanted)}, got {shorten(repr(sorted(tensors)))}; fit it again"
         )
-    below = 1.0 if manifest.checks.texture is None else manifest.checks.texture.counts_below
-    checks = Checks(manifest.checks.names, **of_checks, texture_counts_below=below)
-    expected = manifest.checks.images, manifest.calibration.images
+    texture, reviewed, below = None, None, {}
+    if section.texture is not None:
+        texture = restore_density(section.texture.density.model_dump(), parts[TEXTURE])
+        below[TEXTURE] = section.texture.counts_below
+    if section.reviewed is not None:
+        reviewed = _restore_reviewed(section.reviewed, parts[REVIEWED], manifest.preprocess.channels)
+        below[REVIEWED] = section.reviewed.counts_below
+    checks = Checks(section.names, **of_checks, counts_below=below)
+    expected = section.images, manifest.calibration.images
     got = checks.ascending.shape[1], checks.calibration.shape[1]
     if expected != got:
         raise BundleError(f"expected {expected} values of the checks, got {got}; fit the bundle again")
-    return texture, checks
+    return texture, reviewed, checks
+
+
+def _restore_reviewed(section: ReviewedSection, tensors: Mapping[str, Tensor], channels: int) -> Reviewed:
+    own = {name: tensors[name] for name in Reviewed.layout if name in tensors}
+    kinds = [Kind(**kind.model_dump()) for kind in section.kinds]
+    shapes = {name: (tensor.dtype, tensor.shape[-1:]) for name, tensor in own.items()}
+    if shapes != dict.fromkeys(Reviewed.layout, (torch.float64, (len(kinds),))):
+        raise BundleError(f"expected float64 checks.reviewed tensors of {len(kinds)} kinds, got others; learn it again")
+    images = None
+    if section.stored_images is not None:
+        images = StoredImages.restore(
+            section.stored_images.model_dump(),
+            {name: tensor for name, tensor in tensors.items() if name not in own},
+            components=len(own["directions"]),
+            channels=channels,
+            classes=len(kinds),
+            has_values=False,
+        )
+    elif len(own) != len(tensors):
+        raise BundleError(f"expected checks.reviewed tensors {sorted(own)}, got others too; learn it again")
+    return Reviewed(own["directions"], own["offsets"], kinds, images)
 
 
 def _restore_map(section: MapSection, tensors: Mapping[str, Tensor]) -> LayerMap:

@@ -154,14 +154,21 @@ class SecondReader:
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
-    def checks(self, early: Array | None, log_density: Array, energy: Array) -> tuple[Array, Array]:
+    def checks(
+        self, early: Array | None, log_density: Array, energy: Array, density_input: Array
+    ) -> tuple[Array, Array]:
         """OOD score, and p-value of each check, (B, G)."""
         section, t = self.manifest["checks"], self.tensors("checks")
         values = {"content": -log_density, "confidence": energy}
+        below = {"reviewed": section.get("reviewed", {}).get("counts_below")}
+        if "reviewed" in section:
+            w = _coordinates(self.tensors("density"), self.manifest["density"]["kind"], density_input)
+            values["reviewed"] = (w @ t["reviewed.directions"] - t["reviewed.offsets"]).max(1)
         if section["texture"]:
             assert early is not None
             own = {name.removeprefix("texture."): tensor for name, tensor in t.items() if name.startswith("texture.")}
             values["texture"] = -self.gaussians(own, section["texture"]["density"]["kind"], early.mean(2))
+            below["texture"] = section["texture"]["counts_below"]
         score, p_values = np.zeros(len(log_density)), []
         for g, name in enumerate(section["names"]):
             r, a = values[name], t["ascending"][g]
@@ -169,8 +176,7 @@ class SecondReader:
             log_p = np.log((at + 1) / (len(a) + 1))
             inside = np.interp(r, known, log_p, left=math.log(len(a) / (len(a) + 1)))
             log_p = np.where(r < a[-1], inside, -math.log(len(a) + 1) - (r - a[-1]) / t["scales"][g])
-            below = section["texture"]["counts_below"] if name == "texture" else 1
-            score -= np.minimum(0, log_p - math.log(below))
+            score -= np.minimum(0, log_p - math.log(below.get(name, 1)))
             p_values.append((1 + (t["calibration"][g] >= r[:, None]).sum(1)) / (t["calibration"].shape[1] + 1))
         return score, np.stack(p_values, axis=1)
 
@@ -232,7 +238,7 @@ class SecondReader:
         log_density = self.log_density(z, features)
         ood_score = -log_density
         if "checks" in self.manifest:
-            ood_score, _ = self.checks(early, log_density, np.zeros(len(z)))
+            ood_score, _ = self.checks(early, log_density, np.zeros(len(z)), self._density_input(z, features))
         others = [read[name].mean(2) for name in self.manifest["head"].get("layers", [])]
         phi = (np.concatenate([z, *others], axis=1) - t["center"]) * t["inverse_scale"]
         mean, aleatoric, epistemic = {"blr": _blr, "dve": _dve}[self.manifest["head"]["kind"]](t, phi)
@@ -263,7 +269,7 @@ class SecondReader:
         ood_score = -log_density
         check_p_values = np.empty((len(z), 0))
         if "checks" in self.manifest:
-            ood_score, check_p_values = self.checks(early, log_density, energy)
+            ood_score, check_p_values = self.checks(early, log_density, energy, self._density_input(z, features))
         p_value = self.p_values(ood_score)
         is_ood, ambiguous = p_value <= policy["alpha"], entropy > policy["ambiguity_threshold"]
         chosen = probabilities >= self.set_threshold()

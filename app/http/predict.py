@@ -108,7 +108,7 @@ def predict_response(served: ServedModel, policy: BasePolicy, predicted: Predict
     model, (outputs, decisions, explanation) = served.model, predicted
     predictions = decisions.documents(outputs, model.classes, **options)
     if explanation:
-        for prediction, document in zip(predictions, explain(model, predicted), strict=True):
+        for prediction, document in zip(predictions, explain(model, predicted, policy.alpha), strict=True):
             prediction["explanation"] = document
     document = {**served.identity, "policy": policy.model_dump(), "predictions": predictions}
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -156,7 +156,8 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
 _RECALIBRATE_EXAMPLE = """example:
   psc-recalibrate --bundle bundle --log log --out bundle-2
 The bundle stays as it is.  Network, density and head of the new one are the same (--extend-density gives it other
-numbers in the same density), so it is served as fast; only reviewed images of the log's random sample calibrate it.
+numbers in the same density, --learn another check), so it is served as fast; only reviewed images of the log's random
+sample calibrate it.
 """
 
 
@@ -184,6 +185,11 @@ def recalibrate_parser() -> argparse.ArgumentParser:
         "let labelled images outside the random sample extend the density, if that does no harm on synthetic OOD images"
     )
     cli.add_argument("--extend-density", action="store_true", help=text)
+    text = (
+        "let images reviewed as none_of_the_classes, inside and outside the random sample, become the check reviewed, "
+        "if that helps on those that it has not learnt from"
+    )
+    cli.add_argument("--learn", action="store_true", help=text)
     flags.add_model_flags(cli)
     cli.add_argument("--out", type=Path, metavar="DIR", help="bundle to write (default: BUNDLE-recalibrated)")
     cli.add_argument("--overwrite", action="store_true", help="replace the bundle in --out")
@@ -193,7 +199,7 @@ def recalibrate_parser() -> argparse.ArgumentParser:
 def recalibrate(args: argparse.Namespace) -> None:
     from psc_core.bundle import TRY_FOLDER, check_target
     from psc_core.calibrate import recalibrate_from_sample, seen_examples
-    from psc_core.log.sample import read_outside, read_sample
+    from psc_core.log.sample import read_outside, read_sample, read_unknown
     from psc_core.log.store import open_log
     from psc_core.model import load_model
     from psc_core.report import page
@@ -211,11 +217,12 @@ def recalibrate(args: argparse.Namespace) -> None:
         seen_examples(model)
     sample = read_sample(log, model, args.model, **span)
     more = read_outside(log, model, args.model, **span) if args.extend_density else None
+    unknown = read_unknown(log, model, args.model, **span) if args.learn else None
     asked = {name: getattr(args, name) for name in ("alpha", "coverage", "max_width")}
     changes = {name: value for name, value in asked.items() if value is not None}
     changes |= {name: value for name, value in vars(args).items() if name == "risk"}
     print(sample.summary(), flush=True)
-    found = recalibrate_from_sample(model, sample, changes, more)
+    found = recalibrate_from_sample(model, sample, changes, more, unknown)
     print(*found.lines, *(f"warning: {text}" for text in found.warnings), sep="\n")
     manifest = found.model.save(out)
     if (bundle / TRY_FOLDER).is_dir():

@@ -5,8 +5,9 @@ every row of that model with these bytes, and the last label on an image counts.
 only to their row, or, if they name only a digest, to every row of that image.
 
 A CSV, and the data of a Label Studio task, have the columns ``request_id`` and ``image_index``, or ``image_sha256``;
-``label``, which is a class, a number, ``none_of_the_classes`` or ``cannot_tell``; and optionally ``source``.  An answer
-that cannot be used raises an error that names its place, and nothing is written; an empty one is skipped.
+``label``, which is a class, a number, ``none_of_the_classes`` or ``cannot_tell``; and optionally ``source``.  After
+``none_of_the_classes:`` may stand what it is, as a folder inside ``none_of_the_classes`` may say.  An answer that
+cannot be used raises an error that names its place, and nothing is written; an empty one is skipped.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ LABEL_KINDS: Final[tuple[LabelKind, ...]] = get_args(LabelKind)  # this label; n
 LABEL: Final = "label"
 NONE_OF_THE_CLASSES: Final = "none_of_the_classes"
 CANNOT_TELL: Final = "cannot_tell"
+OF: Final = ":"  # between ``none_of_the_classes`` and a name that people give to what they see
 Key = tuple[str | None, str | int | None]  # a request and a position, or a model and the digest of an image
 
 
@@ -42,7 +44,7 @@ class Label:
     image_index: int | None
     image_sha256: str | None
     kind: str  # one of :data:`LABEL_KINDS`
-    label: str | None  # a class, or a number as text; only of the kind ``label``
+    label: str | None  # a class, or a number as text; what people called an image of none of the classes, or None
     source: str
     time: datetime  # with a time zone
     model: str | None = None  # the name under which it was served
@@ -121,6 +123,7 @@ def join_labels(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any
 
 MAX_TASKS_BYTES: Final = 1 << 30  # maximum size of a file of answers, in bytes
 _MAX_SOURCE: Final = 200
+_MAX_NAME: Final = 200
 
 
 @dataclass(frozen=True)
@@ -195,15 +198,20 @@ def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
         raise DataError(
             f"the row is of the image {row.sha256}, not of {answer.image_sha256}; correct request_id or image_index"
         )
-    is_label = answer.text not in (NONE_OF_THE_CLASSES, CANNOT_TELL)
-    text = model.check_label(answer.text, answer.marks) if is_label else None
+    kind, text = LABEL, answer.text
+    if text.partition(OF)[0] == NONE_OF_THE_CLASSES:
+        kind, _, text = text.partition(OF)
+    elif text == CANNOT_TELL:
+        kind, text = text, ""
+    else:
+        text = model.check_label(text, answer.marks)
     now = datetime.now(UTC)  # otherwise a clock that is ahead wins over later labels
     return Label(
         answer.request_id,
         answer.image_index,
         row.sha256,  # None if erased: an answer must not bring the digest back
-        LABEL if is_label else answer.text,
-        text,
+        kind,
+        text.strip()[:_MAX_NAME] or None,
         answer.source[:_MAX_SOURCE].encode("utf-8", "replace").decode(),
         min(answer.time or now, now),
         row.model,
@@ -283,7 +291,10 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
         for file in sorted(files_below(folder)):
             if file.lower().endswith(SUFFIXES) and Path(file).is_file():
                 digest = hashlib.sha256(read_file(file)).hexdigest()
-                yield HumanAnswer(file, None, None, digest, compose(folder.name), "folder", None)
+                text, inside = folder.name, Path(file).relative_to(folder).parts[:-1]
+                if text == NONE_OF_THE_CLASSES and inside:
+                    text = f"{text}{OF}{inside[0]}"
+                yield HumanAnswer(file, None, None, digest, compose(text), "folder", None)
 
 
 def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any) -> HumanAnswer | None:

@@ -140,6 +140,25 @@ def read_outside(
     return _labelled(log, model, sorted(of_class, key=lambda image: image.sha256))
 
 
+def read_unknown(
+    log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
+) -> tuple[ImageDataset, list[str]]:
+    """Return the logged images reviewed as none of the classes, labelled with their kinds, and the day of each.
+
+    The first kind is of those that nobody gave a name.
+    """
+    name = logged_model(log, name)
+    rows = read_rows(log, name, days=days_of(log, name, since=since, until=until), columns=list(_COLUMNS))
+    found = [
+        image for image in images_of(join_labels(rows, read_labels(log), name)) if image.kind == NONE_OF_THE_CLASSES
+    ]
+    found.sort(key=lambda image: image.sha256)
+    kinds = [NONE_OF_THE_CLASSES, *sorted({image.label for image in found if image.label is not None})]
+    labels = torch.tensor([kinds.index(image.label or NONE_OF_THE_CLASSES) for image in found], dtype=torch.int64)
+    images = replace(_data(log, model, found), classes=tuple(kinds), labels=labels)
+    return images, [image.day.isoformat() for image in found]
+
+
 def images_of(rows: Iterable[Any]) -> list[LoggedLabel]:
     """Return each logged image of the rows once, with the latest label on any of its rows."""
     found: dict[str, LoggedLabel] = {}

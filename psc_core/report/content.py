@@ -279,6 +279,19 @@ class Facts:
             f"training images; AUROC on synthetic OOD images: {compared}."
         )
 
+    @property
+    def learnt(self) -> str:
+        """A sentence on what the last recalibration learnt from reviewed images; empty if nothing."""
+        found = self.manifest.provenance.get(HISTORY, [{}])[-1].get("reviewed")
+        if not found or not found["helps"]:
+            return ""
+        kinds = ", ".join(f"{kind['images']} {kind['name']}" for kind in found["kinds"])
+        before, after = found["auroc_before"][0], found["auroc_after"][0]
+        return (
+            f"The check reviewed has learnt from images that people reviewed as none of the classes ({kinds}); AUROC "
+            f"of such images that were held back: {before:.3f} to {after:.3f}."
+        )
+
     @cached_property
     def limits(self) -> Mapping[str, float | None]:
         """The limits of the other decisions, by the figure that shows them; None if no image is beyond."""

@@ -13,8 +13,10 @@ from scipy import stats
 
 from psc_core.checks import (
     CHECKS,
+    COUNTS_BELOW,
     MINIMUM_TAIL,
-    TEXTURE_COUNTS_BELOW,
+    REVIEWED,
+    TEXTURE,
     CheckChoice,
     Checks,
     check_values,
@@ -69,11 +71,11 @@ def test_what_is_not_a_number_stays_so() -> None:
 
 
 def dependent_values(images: int, generator: torch.Generator) -> torch.Tensor:
-    """Three dependent values with tails from light to heavy."""
+    """Four dependent values with tails from light to heavy."""
     shared = torch.randn(images, 1, generator=generator)
-    own = torch.randn(images, 3, generator=generator)
+    own = torch.randn(images, 4, generator=generator)
     mixed = 0.8 * shared + 0.6 * own
-    return torch.stack([mixed[:, 0], mixed[:, 1].exp(), mixed[:, 2] ** 3], dim=1)
+    return torch.stack([mixed[:, 0], mixed[:, 1].exp(), mixed[:, 2] ** 3, mixed[:, 3].abs()], dim=1)
 
 
 def test_score_matches_the_twin() -> None:
@@ -81,14 +83,14 @@ def test_score_matches_the_twin() -> None:
     selection, calibration, tested = (dependent_values(n, generator) for n in (50, 40, 30))
     checks = fit_checks(CHECKS, selection, calibration)
     log_p = [
-        [naive.log_p_value(selection[:, g].tolist(), float(checks.scales[g]), float(row[g])) for g in range(3)]
+        [naive.log_p_value(selection[:, g].tolist(), float(checks.scales[g]), float(row[g])) for g in range(4)]
         for row in tested
     ]
-    expected = [naive.score(row, [TEXTURE_COUNTS_BELOW, 1, 1]) for row in log_p]
+    expected = [naive.score(row, [COUNTS_BELOW[TEXTURE], 1, 1, COUNTS_BELOW[REVIEWED]]) for row in log_p]
     torch.testing.assert_close(checks.score(tested), torch.tensor(expected), rtol=1e-5, atol=1e-5)
     everything = Checks(CHECKS, checks.ascending, checks.scales, checks.calibration)
     torch.testing.assert_close(everything.score(tested), -torch.tensor(log_p).sum(dim=1), rtol=1e-5, atol=1e-5)
-    for g in range(3):
+    for g in range(4):
         expected = [(1 + int((calibration[:, g] >= row[g]).sum())) / 41 for row in tested]
         torch.testing.assert_close(checks.p_values(tested)[:, g], torch.tensor(expected))
 
@@ -128,13 +130,28 @@ def test_only_an_unusual_texture_counts() -> None:
     assert (alone.score(texture[:, None]).diff() > 0).all()
 
 
+def test_reviewed_is_added_and_replaced() -> None:
+    values = torch.arange(1.0, 100.0)[:, None].expand(-1, 2)
+    checks = fit_checks(["texture", "content"], values, values)
+    first, second = (checks.with_reviewed(scale * torch.arange(99.0)) for scale in (1, 3))
+    replaced = first.with_reviewed(3 * torch.arange(99.0))
+    assert replaced.names == ("texture", "content", "reviewed") and replaced.counts_below == second.counts_below
+    tested = torch.tensor([[50.0, 50.0, 0.0], [50.0, 50.0, 270.0], [50.0, 50.0, 294.0]])
+    assert torch.equal(replaced.score(tested), second.score(tested))
+    assert torch.equal(second.score(tested[:1]), checks.score(tested[:1, :2]))  # It only ever adds.
+    assert (second.score(tested).diff() >= 0).all() and second.score(tested)[2] > checks.score(tested[2:, :2])
+    calibrated = second.calibrated_on(torch.cat([values.T, 3 * torch.arange(99.0)[None]]))
+    assert calibrated.p_values(tested)[:, 2].tolist() == pytest.approx([1.0, 0.1, 0.02])
+
+
 def test_values_are_higher_for_unusual_images() -> None:
     scores = {
         "log_density": torch.tensor([-1.0, -9.0]),
         "energy": torch.tensor([0.1, 0.7]),
         "texture": torch.tensor([2.0, 3.0]),
+        "reviewed": torch.tensor([4.0, 5.0]),
     }
-    torch.testing.assert_close(check_values(CHECKS, scores), torch.tensor([[2.0, 1.0, 0.1], [3.0, 9.0, 0.7]]))
+    torch.testing.assert_close(check_values(CHECKS, scores), torch.tensor([[2.0, 1.0, 0.1, 4.0], [3.0, 9.0, 0.7, 5.0]]))
     torch.testing.assert_close(check_values(["content"], scores), torch.tensor([[1.0], [9.0]]))
 
 

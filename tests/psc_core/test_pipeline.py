@@ -105,7 +105,7 @@ def test_factories_need_permission(tiny_bundle: Path) -> None:
 def test_a_texture_may_count_at_every_p_value(bundle: Path, tmp_path: Path) -> None:
     assign(bundle, "checks.texture.counts_below", 1.0)
     psc = PSC.load(bundle, device="cpu", allow_factories=ALLOW)
-    assert psc.pipeline.checks is not None and psc.pipeline.checks.texture_counts_below == 1
+    assert psc.pipeline.checks is not None and psc.pipeline.checks.counts_below == {"texture": 1}
     assert psc.save(tmp_path / "again").version == psc.version
 
 

@@ -2,13 +2,15 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from psc_core.bundle import read_bundle
 from psc_core.cli import log as cli
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
-from tests.logged import Logged, dimmed, write_log
+from tests.conftest import ROOT
+from tests.logged import Logged, dimmed, png, write_log
 from tests.psc_core.cli.support import run
 
 
@@ -89,3 +91,21 @@ def test_extends_the_density(tiny_bundle: Path, data_root: Path, tmp_path: Path,
     assert {name for name in before if before[name] == after[name]} >= {"backbone.safetensors", "head.safetensors"}
     assert before["density.safetensors"] != after["density.safetensors"]
     assert "60 labelled images outside the random sample" in (tmp_path / "new" / "README.md").read_text()
+
+
+def test_learns_what_people_reviewed(data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    labels = digits.first_labels().tolist()
+    images = [Logged(png(digits.image(i)[0]), "label", str(labels[i])) for i in range(120)]
+    for i in [i for i in range(120, 800) if labels[i] == 7][:20]:
+        content = png(np.ascontiguousarray(digits.image(i)[0][::-1, ::-1]))
+        images.append(Logged(content, "none_of_the_classes", "upside down", sampled=False))
+    write_log(tmp_path / "log", images)
+    bundle, new = ROOT / "artifacts" / "dirty-mnist-resnet18", tmp_path / "new"
+    words = ["--bundle", str(bundle), "--log", str(tmp_path / "log"), "--learn", "--out", str(new)]
+    code, text, err = run(capsys, cli.recalibrate_main, words)
+    assert code == 0 and "check reviewed" in text and "20 upside down" in text, err
+    assert read_bundle(new).manifest.checks.names[-1] == "reviewed"  # type: ignore[union-attr]
+    assert "has learnt from images that people reviewed" in (new / "README.md").read_text()
+    code, _, err = run(capsys, cli.recalibrate_main, [*words, "--overwrite", "--until", "2026-11-19"])
+    assert code == 2 and "--log-sample" in err

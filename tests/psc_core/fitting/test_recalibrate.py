@@ -12,6 +12,7 @@ from psc_core.bundle import HISTORY
 from psc_core.calibrate import (
     LARGEST_LOSS,
     TIMES,
+    Recalibrated,
     extend_pipeline,
     recalibrate_from_sample,
     seen_examples,
@@ -23,13 +24,13 @@ from psc_core.errors import DataError, UsageError
 from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.labels import label_files, read_label_file, write_labels
-from psc_core.log.sample import LoggedLabel, Sample, read_outside, read_sample, reviewed_of
+from psc_core.log.sample import LoggedLabel, Sample, read_outside, read_sample, read_unknown, reviewed_of
 from psc_core.log.store import Log, open_log
 from psc_core.model import FittedModel, load_model
 from psc_core.pipeline import Pipeline
 from psc_core.scoring import dataset_outputs
 from psc_core.stored_images import StoredImages
-from tests.conftest import TinyJob
+from tests.conftest import ROOT, TinyJob
 from tests.logged import NOW, Logged, dimmed, png, write_log
 from tests.reference import calibration as naive
 from tests.second_reader import SecondReader
@@ -418,3 +419,124 @@ def test_refuses_too_few_images(model: FittedModel, wide: Sample, more: ImageDat
         UsageError, match=r"regression's bundle does not keep where its bins part.*fit the bundle again"
     ):
         seen_examples(angles)
+
+
+# -- the check reviewed --------------------------------------------------------------------------------------------
+
+UPSIDE_DOWN = ("five", "seven")  # as if pages were scanned the wrong way round
+
+
+@pytest.fixture(scope="module")
+def shipped() -> FittedModel:
+    return load_model(ROOT / "artifacts" / "dirty-mnist-resnet18", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def reviewed_log(digits: ImageDataset, tmp_path_factory: pytest.TempPathFactory) -> Log:
+    labels = digits.first_labels().tolist()
+    images = [Logged(png(digits.image(i)[0]), "label", str(labels[i])) for i in range(160)]
+    for name, label in zip(UPSIDE_DOWN, (5, 7), strict=True):
+        for count, i in enumerate([i for i in range(160, 800) if labels[i] == label][:16]):
+            content = png(np.ascontiguousarray(digits.image(i)[0][::-1, ::-1]))
+            of_day = {"day": f"2026-11-{12 + (count % 5 == 0)}", "sampled": count % 3 == 0}
+            images.append(Logged(content, "none_of_the_classes", name if count < 12 else None, **of_day))
+    return write_log(tmp_path_factory.mktemp("log"), images)
+
+
+@pytest.fixture(scope="module")
+def learnt(shipped: FittedModel, reviewed_log: Log) -> Recalibrated:
+    unknown = read_unknown(reviewed_log, shipped)
+    return recalibrate_from_sample(shipped, read_sample(reviewed_log, shipped), {}, None, unknown)
+
+
+def test_unknown_images_of_a_log(shipped: FittedModel, reviewed_log: Log) -> None:
+    images, days = read_unknown(reviewed_log, shipped)
+    assert images.classes == ("none_of_the_classes", *UPSIDE_DOWN)
+    assert images.first_labels().bincount().tolist() == [8, 12, 12] and len(days) == 32
+    assert {*days} == {"2026-11-12", "2026-11-13"}
+    late, days = read_unknown(reviewed_log, shipped, since="2026-11-13")
+    assert len(late) == 8 == days.count("2026-11-13") == len(days)
+
+
+def test_what_people_reviewed_becomes_a_check(
+    shipped: FittedModel, reviewed_log: Log, learnt: Recalibrated, tmp_path: Path
+) -> None:
+    sample, new = read_sample(reviewed_log, shipped), learnt.model
+    assert learnt.warnings == () and "with what 8 none_of_the_classes, 12 five, 12 seven teach" in learnt.lines[1]
+    entry = new.report["provenance"][HISTORY][-1]["reviewed"]
+    assert entry["helps"] and [kind["images"] for kind in entry["kinds"]] == [8, 12, 12]
+    assert entry["kinds"][1]["day"] == "2026-11-12"
+    assert entry["images"][0] == "reviewed, held back" and entry["auroc_after"][0] > entry["auroc_before"][0] + 0.02
+    for before, after in zip(entry["auroc_before"][1:], entry["auroc_after"][1:], strict=True):
+        assert after >= before - LARGEST_LOSS
+    assert new.checks == (*shipped.checks, "reviewed") and len(new.calibration) == 120  # A quarter has chosen.
+    images = next(sample.of_class.batches(160)).images
+    before, after = shipped.compute(images), new.compute(images)
+    for name in ("log_density", "predictive_entropy"):
+        torch.testing.assert_close(before[name], after[name])
+    assert ((after["ood_score"] - before["ood_score"]) >= -1e-4).all()  # It only ever adds an alarm.
+    torch.testing.assert_close(new.calibration.ood_scores, after["ood_score"][40:].sort().values, rtol=1e-4, atol=1e-4)
+    old, checks = shipped.pipeline.checks, new.pipeline.checks
+    assert old is not None and checks is not None and torch.equal(checks.ascending[:-1], old.ascending)
+
+    manifest = new.save(tmp_path / "bundle")
+    assert manifest.checks is not None and manifest.checks.reviewed is not None
+    assert manifest.checks.reviewed.stored_images is not None and manifest.stored_images is not None
+    again = load_model(tmp_path / "bundle", device="cpu")
+    assert torch.equal(again.compute(images).packed, after.packed)
+    reader = SecondReader(tmp_path / "bundle")
+    with torch.inference_mode():
+        scorer = again.pipeline.scorer
+        features, _ = scorer.features(scorer.standardise(images))
+        explanation = again.pipeline.explain(images[:3])[1]
+    theirs, rank = reader.answer([part.numpy() for part in features]), 1.01 / (len(again.calibration) + 1)
+    assert np.abs(theirs.p_value - after["ood_p_value"].numpy()).max() <= rank
+    assert np.abs(theirs.check_p_values - after.check_p_values.numpy()).max() <= rank
+    assert explanation["reviewed"].shape == (3, 3) and explanation["reviewed_distance"].shape == (3, 8 + 12 + 12)
+
+
+def test_what_is_learnt_replaces_what_was(shipped: FittedModel, reviewed_log: Log, learnt: Recalibrated) -> None:
+    sample, unknown = read_sample(reviewed_log, shipped), read_unknown(reviewed_log, shipped)
+    again = recalibrate_from_sample(learnt.model, sample, {}, None, unknown)
+    history, names = again.model.report["provenance"][HISTORY], again.model.checks
+    assert history[0]["reviewed"] == history[1]["reviewed"] and names == learnt.model.checks
+    images = next(sample.of_class.batches(32)).images
+    torch.testing.assert_close(again.model.compute(images).packed, learnt.model.compute(images).packed)
+    mislabelled = replace(sample.of_class, classes=("no kind",), labels=torch.zeros(160, dtype=torch.int64))
+    kept = recalibrate_from_sample(learnt.model, sample, {}, None, (mislabelled, ())).model
+    assert kept.pipeline.scorer.reviewed is learnt.model.pipeline.scorer.reviewed  # What is no better replaces nothing.
+
+
+def test_images_of_the_classes_teach_nothing(model: FittedModel, wide: Sample, more: ImageDataset) -> None:
+    wrong = replace(more, classes=("none_of_the_classes",), labels=torch.zeros(len(more), dtype=torch.int64))
+    found = recalibrate_from_sample(model, wide, {"risk": 0.6}, None, (wrong, ()))
+    assert "the check reviewed is not taken" in found.warnings[0] and found.model.checks == model.checks
+    assert not found.model.report["provenance"][HISTORY][-1]["reviewed"]["helps"]
+    few = wrong.subset(torch.arange(4))
+    with pytest.raises(UsageError, match=r"4 images are reviewed .* needs 10; review 6 more"):
+        recalibrate_from_sample(model, wide, {"risk": 0.6}, None, (few, ()))
+    alone = replace(model, pipeline=Pipeline(model.pipeline.scorer, model.pipeline.calibration_scores))
+    with pytest.raises(UsageError, match="the model has no checks"):
+        recalibrate_from_sample(alone, wide, {"risk": 0.6}, None, (wrong, ()))
+
+
+def test_the_check_moves_with_an_extended_density(learnt: Recalibrated, digits: ImageDataset) -> None:
+    pipeline, more = learnt.model.pipeline, digits.subset(torch.arange(700, 760))
+    read = recalibrate._read(pipeline.scorer, more, recalibrate.Compute(learnt.model.device))
+    moved, images = extend_pipeline(pipeline, read, 85_000, 10), next(more.batches(60)).images
+    with torch.inference_mode():
+        values = [each.scorer(images).scores["reviewed"] for each in (pipeline, moved)]
+    torch.testing.assert_close(*values, rtol=1e-3, atol=1e-3)
+
+
+def test_in_python(shipped: FittedModel, reviewed_log: Log) -> None:
+    (images, _), data = read_unknown(reviewed_log, shipped), read_sample(reviewed_log, shipped).of_class
+    pairs = [(batch.images, batch.first_labels()) for batch in images.batches(16)]
+    found = shipped.learn(pairs, data)
+    assert found.checks[-1] == "reviewed" and len(found.calibration) == 120
+    kinds = found.report["provenance"][HISTORY][-1]["reviewed"]["kinds"]
+    assert [(kind["name"], kind["images"], kind["day"]) for kind in kinds] == [
+        ("none_of_the_classes", 8, None), ("1", 12, None), ("2", 12, None)
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match=r"a quarter of the 80 images .* give at least 100"):
+        shipped.learn(images, data.subset(torch.arange(80)))

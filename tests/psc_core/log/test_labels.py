@@ -158,10 +158,26 @@ def test_folders_of_images(log: Log, tmp_path: Path) -> None:
     for folder, index in (("cat", 0), ("dog/deeper", 1), ("cannot_tell", 2)):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / f"{index}.png").write_bytes(content(index))
+    named = tmp_path / "none_of_the_classes" / "hedgehog"
+    named.mkdir(parents=True)
+    (named / "3.png").write_bytes(content(3))
+    (named.parent / "4.png").write_bytes(content(4))
     (tmp_path / "cat" / "notes.txt").write_text("no image")
     labels = labels_of(log, read_answers(tmp_path))
     assert [(each.image_sha256, each.kind, each.label) for each in labels] == [
         (digest(2), "cannot_tell", None), (digest(0), "label", "cat"), (digest(1), "label", "dog"),
+        (digest(4), "none_of_the_classes", None), (digest(3), "none_of_the_classes", "hedgehog"),
+    ]  # fmt: skip
+
+
+def test_what_is_none_of_the_classes_may_have_a_name(log: Log, tmp_path: Path) -> None:
+    lines = "".join(f"{digest(at)},{text}\n" for at, text in enumerate((
+        "none_of_the_classes: hedgehog ", "none_of_the_classes:", "none_of_the_classes"
+    )))  # fmt: skip
+    (tmp_path / "x.csv").write_text(f"image_sha256,label\n{lines}")
+    found = labels_of(log, read_answers(tmp_path / "x.csv"))
+    assert [(each.kind, each.label) for each in found] == [
+        ("none_of_the_classes", "hedgehog"), ("none_of_the_classes", None), ("none_of_the_classes", None)
     ]  # fmt: skip
 
 
