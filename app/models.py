@@ -226,7 +226,8 @@ def explain(model: FittedModel, predicted: Predicted, alpha: float) -> list[dict
         distances, likely = explanation[STORED_DISTANCE], decisions.likely_classes(outputs)
         for document, of_image, first in zip(documents, distances, likely, strict=True):
             document["nearest"] = stored_images.documents(of_image, model.classes, first)
-    if (reviewed := model.pipeline.scorer.reviewed) is not None:
+    reviewed = model.pipeline.scorer.reviewed if REVIEWED in explanation else None
+    if reviewed is not None:
         values, p_values = explanation[REVIEWED], outputs.check_p_values[:, outputs.checks.index(REVIEWED)]
         for at in (p_values <= alpha).nonzero()[0].tolist():
             kind = int(values[at].argmax())

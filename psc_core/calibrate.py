@@ -65,6 +65,7 @@ from psc_core.fit_data import FitJob
 from psc_core.fit_parts import round_floats
 from psc_core.heads.base import Scored
 from psc_core.images.preprocess import Pixels
+from psc_core.log.labels import NONE_OF_THE_CLASSES
 from psc_core.log.sample import Sample
 from psc_core.maps import LayerMap
 from psc_core.metrics import auroc, in_practice
@@ -519,7 +520,9 @@ def recalibrate_from_sample(
     ]
     for kind, images in sample.others.items():
         before, after = (_alarms(each, images) for each in (model, found))
-        lines.append(f"alarms on the {len(images)} images labelled {kind}: {before:.1%} before, {after:.1%} now")
+        line = f"alarms on the {len(images)} images labelled {kind}: {before:.1%} before, {after:.1%} now"
+        knows = learnt is not None and learnt.helps and kind == NONE_OF_THE_CLASSES
+        lines.append(line + ", when the check has learnt from them" * knows)
     warnings = [each.warning() for each in (extension, learnt) if each is not None]
     return Recalibrated(found, tuple(lines), tuple(filter(None, warnings)))
 

@@ -20,9 +20,10 @@ from app.log import LogWriter
 from app.service import service_to
 from psc_core.answers import ACCEPT, CLASSIFICATION_DECISIONS, REGRESSION_DECISIONS, Document
 from psc_core.errors import DataError, fault
-from psc_core.log.labels import LABEL, Label, LabelKind, write_labels
+from psc_core.log.labels import LABEL, MAX_NAME, NONE_OF_THE_CLASSES, Label, LabelKind, write_labels
 from psc_core.log.review import Unreviewed
 from psc_core.log.store import IMAGE_PATH, MEDIA_TYPES, SHA256, LoggedModel, find_row, open_logged_image, read_model
+from psc_core.text import compose
 
 
 # These functions work on the log and may take seconds, so they are for :meth:`.Service.search_log`.
@@ -39,6 +40,8 @@ def add_label(writer: LogWriter, label: Label) -> Label:
             checked = replace(checked, label=model.check_label(label.label or ""))
         except DataError as error:
             raise UnusableLabel(str(error)) from error
+    elif checked.label is not None:
+        checked = replace(checked, label=compose(checked.label)[:MAX_NAME] or None)
     write_labels(writer.log, [checked])
     return checked
 
@@ -85,14 +88,15 @@ class Feedback(BaseModel):
     )
     kind: LabelKind = Field(default=LABEL)
     label: str | int | float | None = Field(
-        default=None, description="The true class or number; required of the kind `label`."
+        default=None,
+        description="The true class or number, required of the kind `label`; or a name of what is none of the classes.",
     )
     source: str = Field(default="feedback", min_length=1, max_length=200, description="The origin of the label.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.label is None) == (self.kind == LABEL):
-            raise ValueError("expected a label of the kind label, and none with other kinds")
+        if (self.label is None) == (self.kind == LABEL) and self.kind != NONE_OF_THE_CLASSES:
+            raise ValueError("expected a label of the kind label, and none of the kind cannot_tell")
         return self
 
     def to_label(self) -> Label:

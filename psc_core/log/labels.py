@@ -123,7 +123,7 @@ def join_labels(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any
 
 MAX_TASKS_BYTES: Final = 1 << 30  # maximum size of a file of answers, in bytes
 _MAX_SOURCE: Final = 200
-_MAX_NAME: Final = 200
+MAX_NAME: Final = 200  # length of a name that people give to what is none of the classes
 
 
 @dataclass(frozen=True)
@@ -211,11 +211,15 @@ def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
         answer.image_index,
         row.sha256,  # None if erased: an answer must not bring the digest back
         kind,
-        text.strip()[:_MAX_NAME] or None,
-        answer.source[:_MAX_SOURCE].encode("utf-8", "replace").decode(),
+        _writable(text.strip(), MAX_NAME) or None,
+        _writable(answer.source, _MAX_SOURCE),
         min(answer.time or now, now),
         row.model,
     )
+
+
+def _writable(text: str, limit: int) -> str:
+    return text[:limit].encode("utf-8", "replace").decode()
 
 
 def _csv(path: Path) -> Iterator[HumanAnswer]:

@@ -19,7 +19,7 @@ ENTRIES = {
 }
 GUARD_SECONDS = 1200
 READY = "wait-for readyz ''"
-LOGGED = """wait-for metrics 'psc_log_rows_total{model="digits",result="written"} 800.0'"""
+LOGGED = """wait-for metrics 'psc_log_rows_total{model="digits",result="written"} %d.0'"""
 SWAPPED = """wait-for model "$(sed -n 's/.*"version": *"\\([0-9a-f]*\\)".*/\\1/p' digits-2/manifest.json | head -1)\""""
 WAIT_FOR = """
 import contextlib, os, sys, time, urllib.request
@@ -32,11 +32,11 @@ while found is None or sys.argv[2] not in found:
 
 
 def test_the_circle_runs_as_it_stands(tmp_path: Path) -> None:
-    script = ["set -e", 'trap "kill -9 %1" ERR']
+    script, rows = ["set -e", 'trap "kill -9 %1" ERR'], iter((800, 830))
     text = (ROOT / "docs" / "recalibration.md").read_text()
     for language, block in re.findall(r"```(sh|python)\n(.*?)```", text, re.DOTALL):
         script.append(block if language == "sh" else f"python - <<'END'\n{block}END\n{READY}")
-        script += [LOGGED] if "psc-predict" in block else [SWAPPED] if "kill -HUP" in block else []
+        script += [LOGGED % next(rows)] if "psc-predict" in block else [SWAPPED] if "kill -HUP" in block else []
     script += ["kill %1", "wait %1"]
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -73,6 +73,9 @@ def test_the_circle_runs_as_it_stands(tmp_path: Path) -> None:
     before, after = map(float, re.findall(r"of a class: ([\d.]+)% before, at most ([\d.]+)% ", run.stdout)[0])
     assert before > 2 * after
     assert (work / "replay.html").stat().st_size > 10_000
-    second, third = (json.loads((work / f"digits-{n}" / "manifest.json").read_text()) for n in (2, 3))
+    second, third, fourth = (json.loads((work / f"digits-{n}" / "manifest.json").read_text()) for n in (2, 3, 4))
     assert second["provenance"]["recalibrations"][0]["labels"] == reviewed
+    learnt = fourth["provenance"]["recalibrations"][-1]["reviewed"]
+    (kind,) = learnt["kinds"]
+    assert learnt["helps"] and (kind["name"], kind["images"]) == ("upside down", 30)
     assert third["provenance"]["recalibrations"][0]["extension"]["images"] == 800 - reviewed

@@ -14,16 +14,24 @@ const UNUSUAL = {
   content: "content unlike that of the training images",
   confidence: "fits the classes worse than the training images do",
 };
+const NONE = "none_of_the_classes"; // reviewed images to which nobody gave a name
 const element = (id) => document.getElementById(id);
 
 export function reason(prediction, decision, policy, model) {
   if (decision === "abstain_ood") {
-    const unusual = alarming(prediction).map((check) => UNUSUAL[check] ?? check).join(", and ") || "unlike the training images";
+    const words = { ...UNUSUAL, reviewed: likeReviewed(prediction.explanation?.reviewed) };
+    const unusual = alarming(prediction).map((check) => words[check] ?? check).join(", and ") || "unlike the training images";
     const where = place(prediction.explanation?.map);
     return sentence(`${unusual}${where && `, ${where}`}`);
   }
   if (decision === "accept") return "Looks like the training images, and the model is confident enough.";
   return sentence(taskOf(model).reason(prediction, policy, model));
+}
+
+function likeReviewed({ name = NONE, images, day } = {}) {
+  const which = name === NONE ? "none of the classes" : `“${name}”`;
+  const when = day ? `, most of them on ${new Date(day).toLocaleDateString("en", { dateStyle: "medium", timeZone: "UTC" })}` : "";
+  return `like ${images ? `${images} ` : ""}images that people reviewed as ${which}${when}`;
 }
 
 export const sentence = (text) => text && `${text[0].toUpperCase()}${text.slice(1)}.`;
@@ -54,7 +62,8 @@ const cover = (node, left, top, width, height) =>
 
 // What is accepted has no map.
 export function showWhy({ explanation, label }, decision, model, isOpen) {
-  const { map, nearest } = explanation ?? {};
+  const { map, reviewed } = explanation ?? {};
+  const nearest = reviewed?.nearest ?? explanation?.nearest;
   const isDrawn = isOpen && decision !== "accept" && map?.peak >= ORDINARY;
   element("seen").hidden = !isDrawn;
   element("where").replaceChildren(...(isDrawn ? ["Where it is: unusual ", legend(), " extreme"] : []));
@@ -66,6 +75,7 @@ export function showWhy({ explanation, label }, decision, model, isOpen) {
     draw(map.png);
   }
   element("nearest").hidden = !nearest?.length;
+  element("nearest").querySelector("h3").textContent = `Most similar ${nearest === reviewed?.nearest ? "reviewed" : "training"} images`;
   element("nearest").querySelector("ul").replaceChildren(...(nearest ?? []).map((each) => kept(each, model)));
   element("evidence").replaceChildren(...evidence(explanation, label, model).map((text) => item(text)));
 }

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from app.main import create_app
@@ -186,3 +187,30 @@ async def test_a_width_of_the_request_decides(angle_bundle: Path, digits: list[b
         uncertain = [each["decision"] for each in narrow["predictions"]].count("abstain_uncertain")
         assert f'psc_abstained_total{{model="tiny",reason="uncertain"}} {uncertain}.0' in text
         assert 'reason="ambiguous"' not in text and "psc_predictive_entropy_nats_bucket" not in text
+
+
+@pytest.mark.anyio
+async def test_an_answer_names_the_reviewed_images_it_is_like(
+    shipped_bundle: Path, data_root: Path, tmp_path: Path
+) -> None:
+    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    upright = digits.image(0)[0]
+    sevens = [at for at in range(120, 800) if digits.first_labels()[at] == 7][:24]
+    turned = [np.ascontiguousarray(digits.image(at)[0][::-1, ::-1]) for at in sevens]
+    pairs = [(torch.from_numpy(np.stack(turned[:20]))[:, None], torch.zeros(20, dtype=torch.int64))]
+    model = PSC.load(shipped_bundle, device="cpu").learn(pairs, digits.subset(torch.arange(120)))
+    model.save(tmp_path / "learnt")
+    files = []
+    for image in (*turned[20:], upright):
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, "PNG")
+        files.append(buffer.getvalue())
+    async with serving(tmp_path / "learnt") as client:
+        *unknown, known = (await answer(client, files, "?explain=true"))["predictions"]
+        told = [each["explanation"]["reviewed"] for each in unknown if each["decision"] == "abstain_ood"]
+        assert len(told) >= 3 and known["explanation"].get("reviewed") is None
+        for each in told:
+            assert (each["name"], each["images"], each["day"]) == ("0", 20, None)
+            assert [near["label"] for near in each["nearest"]] == ["0"] * 3 and each["nearest"][0]["png"]
+        assert unknown[0]["checks"]["reviewed"] < 0.05 < known["checks"]["reviewed"]
+        assert (await client.get("/model")).json()["checks"] == ["texture", "content", "reviewed"]

@@ -50,6 +50,15 @@ async def test_labels_are_written(tmp_path: Path) -> None:
     assert value is not None and (value.label, value.source) == ("12.5", "a person")
 
 
+async def test_what_is_none_of_the_classes_may_be_named(tmp_path: Path) -> None:
+    async with running(log=str(tmp_path), **KEYS) as app:
+        name = await predict(app, 0)
+        status, written = await give(app, request_id=name, kind="none_of_the_classes", label=" a hedgehog ")
+        assert (status, written["kind"], written["label"]) == (200, "none_of_the_classes", "a hedgehog")
+        assert (await give(app, request_id=name, kind="none_of_the_classes", label="  "))[1]["label"] is None
+        assert (await give(app, request_id=name, kind="cannot_tell", label="a hedgehog"))[0] == 400
+
+
 def test_a_whole_number_is_the_class_of_that_name() -> None:
     assert Feedback(request_id="r", label=7).to_label().label == "7"
     assert Feedback(request_id="r", label=7.5).to_label().label == "7.5"
@@ -204,7 +213,7 @@ async def test_the_sample_of_accepted_images_is_listed_if_asked_for_and_counted_
         await give(app, request_id=image["request_id"], label="bright")  # It was not accepted.
         assert await counts("m") == (2, 1)
         await give(app, request_id=dark[1], label="dark")  # The last label counts.
-        await give(app, request_id=dark[2], kind="none_of_the_classes")
+        await give(app, request_id=dark[2], kind="none_of_the_classes", label="dark")
         assert await counts("m") == (3, 2)
         await give(app, request_id=number, label=30)
         assert await counts("v") == (0, 0)  # Of a number, nothing is simply right.

@@ -1,0 +1,195 @@
+"""What the check ``reviewed`` learns from few images: near and far images, kinds that nobody reviewed, false alarms.
+
+    python -m benchmarks.reviewed --scale cpu --data ROOT [--setting lite0-tuned-8 …] [--seeds 0 1 2]
+
+Networks and data are those of :mod:`benchmarks.ood.settings`.  Unknown images show the classes that a network was not
+trained on.  Of each setting and seed a part holds :data:`DRAWS` draws of reviewed images for each :data:`COUNTS`: all
+unknown classes together as one kind, all with their names, one class alone, and one class where 30 % of the labels are
+wrong.  Four hundred other images of the classes take the place of the reviewed random sample: a quarter places the
+check, the rest calibrates.  All of it is measured on images that had no part in it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from benchmarks import fitting, runs
+from benchmarks.checkpoints import Trained
+from benchmarks.data import random_images
+from benchmarks.ood.settings import SETTINGS, Setting
+from benchmarks.runs import Json, Run
+from psc_core.checks import check_values
+from psc_core.conformal import conformal_p_values
+from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.metrics import auroc
+from psc_core.model import PSC
+from psc_core.reviewed import class_values, fit_reviewed
+
+DRAWS, COUNTS, SAMPLED, ALPHA, WRONG = 30, (10, 25, 100, 400), 400, 0.05, 0.3
+
+AT_CPU = ("lite0-tuned-8", "lite2-tuned-8", "lite0-frozen-5", "cifar10-held-out-1", "mnist-held-out-1")
+
+Read = dict[str, Tensor]  # Coordinates "w" and the values of the checks of n images, and their labels "y".
+
+
+def main(argv: list[str] | None = None) -> Json:
+    cli = runs.parser(__doc__)
+    cli.add_argument("--setting", choices=sorted(SETTINGS), action="extend", nargs="+", help="default: five")
+    cli.add_argument("--seeds", type=int, nargs="+", default=[0])
+    args = cli.parse_args(argv)
+    run = runs.start("reviewed", args)
+    for seed in args.seeds:
+        for name in args.setting or AT_CPU:
+            one_setting(replace(run, seed=seed), SETTINGS[name])
+    return run.write(table)
+
+
+def one_setting(run: Run, setting: Setting) -> Json:
+    run = setting.limited(run)
+
+    def compute() -> Json:
+        trained = setting.obtain(run)
+        stages = fitting.stages(run, trained, density="pooled++")
+        model = fitting.psc_of(run, trained, stages, density="pooled++", ood_score="checks")
+        sets = {name: read(model, data) for name, data in images_of(run, setting, trained).items()}
+        return {"today": today(model, sets), "rows": rows(model, sets)}
+
+    return run.part(f"{setting.name}-{run.seed}", {"draws": DRAWS, "counts": COUNTS, "sampled": SAMPLED}, compute)
+
+
+def images_of(run: Run, setting: Setting, trained: Trained) -> dict[str, ImageDataset]:
+    """Return the images of the classes, the unknown ones to review and to measure, and the far ones, by name."""
+    _, calibration = split_validation(trained.val, run.seed)
+    outside = dict(setting.test_images(run, trained))
+    unknown = outside.pop("other classes")
+    order = torch.randperm(len(unknown), generator=torch.Generator().manual_seed(run.seed))
+    review, measure = order.tensor_split(2)
+    far = {name: data for name, data in outside.items() if len(data) and name not in ("test",)}
+    return {
+        "sample": calibration,
+        "known": random_images(trained.test_on, 2000, run.seed),
+        "review": unknown.subset(review),
+        "near": unknown.subset(measure),
+        **{f"far {name}": random_images(data, 600, run.seed) for name, data in far.items()},
+    }
+
+
+@torch.inference_mode()
+def read(model: PSC, data: ImageDataset) -> Read:
+    scorer, w, values = model.pipeline.scorer, [], []
+    for batch in data.batches(64):
+        embedding = scorer.embed(batch.images.to(model.device))
+        w.append(scorer.density.coordinates(embedding.density_input).cpu())
+        values.append(check_values(model.checks, scorer.score(embedding).scores).cpu())
+    return {"w": torch.cat(w), "values": torch.cat(values), "y": data.first_labels()}
+
+
+def today(model: PSC, sets: dict[str, Read]) -> Json:
+    """Return the AUROC of the checks as they are fitted."""
+    scores = {name: model.pipeline.checks.score(of["values"]) for name, of in sets.items()}  # type: ignore[union-attr]
+    return {name: auroc(scores["known"], each) for name, each in scores.items() if name not in ("sample", "known")}
+
+
+def rows(model: PSC, sets: dict[str, Read]) -> list[Json]:
+    """Return mean and standard deviation over the draws of each measure, for each number and way of labels."""
+    found = []
+    kinds = sorted({*sets["review"]["y"].tolist()})
+    for count in COUNTS:
+        for way in ("one kind", "named", "one class", "30 % wrong"):
+            draws = [
+                one_draw(
+                    model,
+                    sets,
+                    count,
+                    draw,
+                    None if way in ("one kind", "named") else kinds[draw % len(kinds)],
+                    named=way == "named",
+                    wrong=way == "30 % wrong",
+                )
+                for draw in range(DRAWS)
+            ]
+            of = [each for each in draws if each is not None]
+            measured = {name: [each[name] for each in of if each[name] is not None] for name in (of or [{}])[0]}
+            summary = {
+                name: [round(statistics.mean(values), 5), round(statistics.pstdev(values), 5)]
+                for name, values in measured.items()
+                if values
+            }
+            found += [{"reviewed": count, "way": way, "draws": len(of), **summary}] if of else []
+    return found
+
+
+def one_draw(
+    model: PSC, sets: dict[str, Read], count: int, draw: int, kind: int | None, *, named: bool, wrong: bool
+) -> Json | None:
+    """Learn from one draw; None where there are too few images."""
+    generator = torch.Generator().manual_seed(draw)
+    review, near, sample = sets["review"], sets["near"], sets["sample"]
+    pool = (review["y"] == kind).nonzero()[:, 0] if kind is not None else torch.arange(len(review["y"]))
+    if len(pool) < count:
+        return None
+    chosen = pool[torch.randperm(len(pool), generator=generator)[:count]]
+    drawn = torch.randperm(len(sample["y"]), generator=generator)
+    places, calibrates, mistaken = drawn[: SAMPLED // 4], drawn[SAMPLED // 4 : SAMPLED], drawn[SAMPLED:]
+    w, labels = review["w"][chosen], review["y"][chosen] if named else torch.zeros(count, dtype=torch.int64)
+    if wrong:
+        replaced = min(round(WRONG * count), len(mistaken))
+        w = torch.cat([w[replaced:], sample["w"][mistaken[:replaced]]])
+    checks, density = model.pipeline.checks, model.pipeline.scorer.density
+    assert checks is not None
+    learnt = fit_reviewed(density, w, labels, [str(each) for each in range(10)])
+    values = {name: learnt(of["w"]).amax(1) for name, of in sets.items()}
+    new = checks.with_reviewed(class_values(learnt, density, checks.ascending.shape[1], values["sample"][places]))
+    before = {name: checks.score(of["values"]) for name, of in sets.items()}
+    after = {name: new.score(torch.cat([of["values"], values[name][:, None]], dim=1)) for name, of in sets.items()}
+    same = torch.ones(len(near["y"]), dtype=torch.bool) if kind is None else near["y"] == kind
+    alarms = {}
+    for when, scores in ((" before", before), ("", after)):
+        ascending = scores["sample"][calibrates].sort().values
+        p_values = {each: conformal_p_values(ascending, scores[each]) for each in ("known", "near")}
+        alarms[f"alarms known{when}"] = float((p_values["known"] <= ALPHA).double().mean())
+        alarms[f"alarms near{when}"] = float((p_values["near"][same] <= ALPHA).double().mean())
+    far = [name for name in sets if name.startswith("far")]
+    return {
+        "same": auroc(after["known"], after["near"][same]),
+        "same before": auroc(before["known"], before["near"][same]),
+        "other": None if same.all() else auroc(after["known"], after["near"][~same]),
+        "other before": None if same.all() else auroc(before["known"], before["near"][~same]),
+        "far": statistics.mean(auroc(after["known"], after[name]) for name in far),
+        "far before": statistics.mean(auroc(before["known"], before[name]) for name in far),
+        **alarms,
+    }
+
+
+def table(record: Json) -> str:
+    """Return the Markdown of all parts: before → after ± the standard deviation of a single draw."""
+    lines = []
+    for name, result in runs.results(record).items():
+        lines += [
+            f"**{name}**", "",
+            "| reviewed | of them | AUROC, these kinds | AUROC, kinds never reviewed | AUROC, far | false alarms, % | "
+            "found at 5 %, these kinds, % |",
+            "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+        ]  # fmt: skip
+        for row in result["rows"]:
+            cells = [_both(row, name, 1) for name in ("same", "other", "far")]
+            cells += [_both(row, name, 100) for name in ("alarms known", "alarms near")]
+            lines.append(f"| {row['reviewed']} | {row['way']} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _both(row: Json, name: str, scale: int) -> str:
+    if name not in row:
+        return ""
+    (before, _), (after, spread) = row[f"{name} before"], row[name]
+    digits = 3 if scale == 1 else 1
+    return f"{scale * before:.{digits}f} → {scale * after:.{digits}f} ± {scale * spread:.{digits}f}"
+
+
+if __name__ == "__main__":
+    main()
