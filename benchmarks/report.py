@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from benchmarks import reviewed
 from benchmarks.device import report as device
 from benchmarks.ood import tables as ood
 from benchmarks.paper import cifar10_uq, collapse_figure, ddu_case_study, projection_table
@@ -27,6 +28,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     "cifar10_uq": ("paper.md", cifar10_uq.fragment),
     "ood": ("ood.md", ood.fragment),
     "ood-pretrained": ("pretrained.md", ood.fragment),
+    "reviewed": ("recalibration.md", reviewed.table),
     "regression": ("regression.md", regression.fragment),
     "device-cpu": ("device.md", device.fragment),
     "device-cuda": ("device.md", device.fragment),

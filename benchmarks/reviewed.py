@@ -31,19 +31,20 @@ from psc_core.reviewed import class_values, fit_reviewed
 
 DRAWS, COUNTS, SAMPLED, ALPHA, WRONG = 30, (10, 25, 100, 400), 400, 0.05, 0.3
 
-AT_CPU = ("lite0-tuned-8", "lite2-tuned-8", "lite0-frozen-5", "cifar10-held-out-1", "mnist-held-out-1")
+FULL = ("lite0-tuned-8", "lite2-tuned-8", "lite0-frozen-5", "cifar10-held-out-1", "mnist-held-out-1")
+AT_SCALE = {"smoke": ("mnist-held-out-0",), "cpu": FULL, "full": FULL}
 
 Read = dict[str, Tensor]  # Coordinates "w" and the values of the checks of n images, and their labels "y".
 
 
 def main(argv: list[str] | None = None) -> Json:
     cli = runs.parser(__doc__)
-    cli.add_argument("--setting", choices=sorted(SETTINGS), action="extend", nargs="+", help="default: five")
+    cli.add_argument("--setting", choices=sorted(SETTINGS), action="extend", nargs="+", help="default: the scale's")
     cli.add_argument("--seeds", type=int, nargs="+", default=[0])
     args = cli.parse_args(argv)
     run = runs.start("reviewed", args)
     for seed in args.seeds:
-        for name in args.setting or AT_CPU:
+        for name in args.setting or AT_SCALE[args.scale]:
             one_setting(replace(run, seed=seed), SETTINGS[name])
     return run.write(table)
 
@@ -134,7 +135,8 @@ def one_draw(
         return None
     chosen = pool[torch.randperm(len(pool), generator=generator)[:count]]
     drawn = torch.randperm(len(sample["y"]), generator=generator)
-    places, calibrates, mistaken = drawn[: SAMPLED // 4], drawn[SAMPLED // 4 : SAMPLED], drawn[SAMPLED:]
+    count_sampled = min(SAMPLED, len(drawn))
+    places, calibrates, mistaken = drawn.tensor_split([count_sampled // 4, count_sampled])
     w, labels = review["w"][chosen], review["y"][chosen] if named else torch.zeros(count, dtype=torch.int64)
     if wrong:
         replaced = min(round(WRONG * count), len(mistaken))
@@ -167,20 +169,16 @@ def one_draw(
 
 def table(record: Json) -> str:
     """Return the Markdown of all parts: before → after ± the standard deviation of a single draw."""
+    header = ["reviewed", "of them", "AUROC, these kinds", "kinds never reviewed", "far", "false alarms, %", "found, %"]
     lines = []
     for name, result in runs.results(record).items():
-        lines += [
-            f"**{name}**", "",
-            "| reviewed | of them | AUROC, these kinds | AUROC, kinds never reviewed | AUROC, far | false alarms, % | "
-            "found at 5 %, these kinds, % |",
-            "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
-        ]  # fmt: skip
-        for row in result["rows"]:
-            cells = [_both(row, name, 1) for name in ("same", "other", "far")]
-            cells += [_both(row, name, 100) for name in ("alarms known", "alarms near")]
-            lines.append(f"| {row['reviewed']} | {row['way']} | {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines)
+        cells = [
+            [str(row["reviewed"]), row["way"], *(_both(row, each, 1) for each in ("same", "other", "far"))]
+            + [_both(row, each, 100) for each in ("alarms known", "alarms near")]
+            for row in result["rows"]
+        ]
+        lines += [f"**{name}**", "", runs.markdown_table(header, cells), ""]
+    return "\n".join([*lines, runs.provenance(record)])
 
 
 def _both(row: Json, name: str, scale: int) -> str:

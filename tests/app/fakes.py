@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,11 @@ from torch import Tensor
 
 from psc_core.answers import CLASSIFICATION_SCORES, ClassificationPolicy, RegressionPolicy, Target
 from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
+from psc_core.checks import REVIEWED
 from psc_core.images.preprocess import Preprocess
 from psc_core.maps import Grid, LayerMap, PositionDensity
+from psc_core.pipeline import REVIEWED_DISTANCE
+from psc_core.reviewed import Kind, Reviewed
 from psc_core.stored_images import STORED_DISTANCE, StoredImages
 from psc_core.tasks.base import Matrix, Outputs, Task, pack
 from psc_core.tasks.classification import Calibration, Classification
@@ -129,6 +133,26 @@ class FakePipelineWithChecks(FakePipeline):
     def __call__(self, images: Tensor, /) -> Tensor:
         brightness = images.float().mean((1, 2, 3), keepdim=True)[:, :, 0, 0] / 255.0
         return torch.cat([super().__call__(images), 1 - brightness, brightness], dim=1)
+
+
+class FakePipelineWithReviewed(FakePipelineWithStoredImages):
+    """Every image is like nineteen that were reviewed as drones, the more so the brighter it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert self.stored_images is not None
+        drones = StoredImages({**self.stored_images.tensors(), "labels": torch.zeros(3, dtype=torch.int64)})
+        kinds = [Kind("drone", 19, "2026-11-12")]
+        self.scorer = SimpleNamespace(reviewed=Reviewed(torch.ones(1, 1), torch.zeros(1), kinds, drones))
+
+    def __call__(self, images: Tensor, /) -> Tensor:
+        dark = 1 - images.float().amax((1, 2, 3))[:, None] / 255.0
+        return torch.cat([super().__call__(images), torch.ones_like(dark), dark], dim=1)
+
+    def explain(self, images: Tensor, /, *, with_map: bool = False) -> tuple[Tensor, Mapping[str, Tensor]]:
+        packed, explanation = super().explain(images, with_map=with_map)
+        away = explanation[STORED_DISTANCE]
+        return packed, {**explanation, REVIEWED: -away[:, :1], REVIEWED_DISTANCE: away}
 
 
 class FakeBackbone:

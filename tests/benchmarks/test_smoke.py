@@ -23,6 +23,7 @@ SCRIPTS = {
     "cifar10_uq": "benchmarks.paper.cifar10_uq",
     "ood": "benchmarks.ood.run",
     "regression": "benchmarks.regression.run",
+    "reviewed": "benchmarks.reviewed",
 }
 
 

@@ -26,6 +26,7 @@ from tests.app.fakes import (
     FakeModel,
     FakePipeline,
     FakePipelineWithChecks,
+    FakePipelineWithReviewed,
     FakePipelineWithStoredImages,
     FakeValueModel,
     pixels,
@@ -265,6 +266,18 @@ def test_names_the_check_that_alarmed(driver: Driver, files: dict[str, Path]) ->
         open_panel(driver, "clear.png")
         assert (numbers(driver)["Check texture"], numbers(driver)["Check content"]) == ("0", "1")
         assert text(driver, "#reason") == "Looks like the training images, and the model is confident enough."
+        assert errors(driver) == []
+
+
+def test_says_which_reviewed_images_it_is_like(driver: Driver, files: dict[str, Path]) -> None:
+    model = FakeModel(pipeline=FakePipelineWithReviewed(), checks=("content", "reviewed"))
+    with live_server({"m": model}) as url:
+        driver.get(url)
+        classify(driver, files["strange"])
+        expected = "Like 19 images that people reviewed as “drone”, most of them on Nov 12, 2026"
+        until(lambda: text(driver, "#reason").startswith(expected))
+        assert content(driver, "#nearest h3") == "Most similar reviewed images"
+        assert [each.text.splitlines()[0] for each in find(driver, "#nearest li")] == ["drone"] * 3
         assert errors(driver) == []
 
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +18,20 @@ from psc_core import PRESETS, PSC, PSCRegressor, open_dataset
 from psc_core.answers import CLASSIFICATION_DECISIONS
 from psc_core.bundle import GRAPH, MAX_ARGUMENT, MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES, PARTS, Manifest
 from psc_core.density import DENSITIES
+from psc_core.errors import BundleError
 from psc_core.heads import dve, sngp
 from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
 from psc_core.maps import LEVELS, MAX_POSITIONS, POSITION_DENSITIES
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
+from psc_core.reviewed import class_values, fit_reviewed, store_images
 from psc_core.stored_images import MAX_COUNT, SIDE
 from psc_core.tasks import TASKS
 from psc_core.tasks.classification import Classification
 from psc_core.tasks.regression import Regression
 from tests.conftest import TinyJob
 from tests.second_reader import SecondReader
+from tools import forge
 
 ALLOW = ("tests.tiny:network",)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "bundle-format.md"
@@ -61,7 +66,30 @@ def bundles(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sngp, "FEATURES", 32)
         patch.setattr(sngp, "LENGTH_SCALE_FACTORS", (1.0,))
-        return {"pooled++-laplace": tiny_bundle, **fitted(tiny_job, CLASSIFICATION, data_root, folder)}
+        fits = fitted(tiny_job, CLASSIFICATION, data_root, folder)
+    learn_garments(tiny_bundle, data_root, folder / "reviewed")
+    return {"pooled++-laplace": tiny_bundle, "reviewed": folder / "reviewed", **fits}
+
+
+def learn_garments(bundle: Path, data_root: Path, out: Path) -> None:
+    """Save the bundle with the check ``reviewed``, whether or not it helps."""
+    psc = PSC.load(bundle, device="cpu", allow_factories=ALLOW)
+    garments, digits = (
+        open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"]).subset(torch.arange(150))
+        for name in ("fashion-mnist", "mnist")
+    )
+    scorer, checks = psc.pipeline.scorer, psc.pipeline.checks
+    assert checks is not None
+    with torch.inference_mode():
+        w = scorer.density.coordinates(scorer.embed(next(garments.batches(40)).images).density_input).clone()
+    kinds = garments.subset(torch.arange(40))
+    learnt = fit_reviewed(scorer.density, w, kinds.first_labels(), kinds.classes, ["2026-11-12"] * 40)
+    learnt = store_images(learnt, kinds, w)
+    checks = checks.with_reviewed(class_values(learnt, scorer.density, checks.ascending.shape[1]))
+    pipeline = psc.pipeline.with_scorer(scorer.replace(reviewed=learnt), checks=checks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        replace(psc, pipeline=pipeline).calibrate(digits, risk=0.7).save(out)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +129,7 @@ def images(data_root: Path) -> torch.Tensor:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["pooled++-laplace", *CLASSIFICATION])
+@pytest.mark.parametrize("name", ["pooled++-laplace", "reviewed", *CLASSIFICATION])
 def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, name: str) -> None:
     psc, reader = PSC.load(bundles[name], device="cpu", allow_factories=ALLOW), SecondReader(bundles[name])
     with torch.inference_mode():
@@ -252,6 +280,27 @@ def test_documented_fields_exist(bundles: dict[str, Path]) -> None:
     assert dotted - real == {"collapse.csv", GRAPH, *(f"{part}.safetensors" for part in PARTS)}
     top = re.findall(r"^\| `([a-z_]+)` \| (?:integer|text|list of text|object|object or null) \|", TEXT, re.M)
     assert set(top) == known
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ("checks.reviewed", None, r"checks\.names \(reviewed\)"),
+        ("checks.reviewed.kinds", [], "kinds"),
+        ("checks.reviewed.kinds", [{"name": "a", "images": 1, "day": None}], "tensors of 1 kinds"),
+        ("checks.reviewed.counts_below", 0.0, "counts_below"),
+        ("checks.reviewed.stored_images", None, "others too"),
+        ("checks.reviewed.stored_images.count", 7, "stored images"),
+        ("density.sizes.kept", 3, "sizes"),
+    ],
+)
+def test_a_forged_check_is_refused(
+    bundles: dict[str, Path], tmp_path: Path, where: str, value: Any, message: str
+) -> None:
+    copy = Path(shutil.copytree(bundles["reviewed"], tmp_path / "bundle"))
+    forge.assign(copy, where, value)
+    with pytest.raises(BundleError, match=message):
+        PSC.load(copy, device="cpu", allow_factories=ALLOW)
 
 
 def documented_tensors(heading: str) -> set[tuple[str, str]]:
