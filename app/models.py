@@ -217,7 +217,7 @@ class ServedModel:
 def explain(model: FittedModel, predicted: Predicted, alpha: float) -> list[dict[str, Any]]:
     """Return each image's explanation, with the nearest training images and the map where the model has them.
 
-    An image whose check ``reviewed`` has a p-value of at most ``alpha`` is told which reviewed images it is like.
+    It names the reviewed images that an unusual one is like, where the check's p-value is at most ``alpha``.
     """
     outputs, decisions, explanation = predicted
     documents = model.task.explanations(explanation, model.classes, model.head_layers)
@@ -229,7 +229,7 @@ def explain(model: FittedModel, predicted: Predicted, alpha: float) -> list[dict
     reviewed = model.pipeline.scorer.reviewed if REVIEWED in explanation else None
     if reviewed is not None:
         values, p_values = explanation[REVIEWED], outputs.check_p_values[:, outputs.checks.index(REVIEWED)]
-        for at in (p_values <= alpha).nonzero()[0].tolist():
+        for at in (decisions.is_ood & (p_values <= alpha)).nonzero()[0].tolist():
             kind = int(values[at].argmax())
             documents[at][REVIEWED] = found = reviewed.kinds[kind]._asdict()
             if reviewed.stored_images is not None:

@@ -257,8 +257,8 @@ class BaseExplanation(Document):
 
     reviewed: ReviewedKind | None = Field(
         default=None,
-        description="The reviewed images that the image is most like, if the p-value of the check `reviewed` is at "
-        "most `alpha`.",
+        description="The reviewed images that the image is most like, if it is unusual and the p-value of the check "
+        "`reviewed` is at most `alpha`.",
     )
 
     nearest: list[StoredImage] | None = Field(

@@ -350,7 +350,16 @@ class Learnt:
     kinds: tuple[Kind, ...]
     before: Auroc  # of reviewed images that were held back, then by transform
     after: Auroc
+    ranks: Float[Tensor, "2 n"]  # of images held back among those of the classes, from 0 to 1: before and after
     helps: bool
+
+    def found(self, alpha: float) -> str:
+        """Return a sentence on the alarms at ``alpha`` on reviewed images that were held back."""
+        before, after = ((self.ranks >= 1 - alpha).double().mean(1)).tolist()
+        return (
+            f"alarms at alpha {alpha:g} on reviewed images that were held back: {before:.1%} without the check, "
+            f"{after:.1%} with it"
+        )
 
     def table(self) -> str:
         """Return a line before and after, with the AUROC of each kind of images."""
@@ -437,7 +446,7 @@ def learn(
             reviewed = store_images(reviewed, unknown, seen["w"])
         new = scorer.replace(reviewed=reviewed).to(scorer.scale.device)
         pipeline = pipeline.with_scorer(new, checks=checks_with(reviewed))
-    return Learnt(pipeline, reviewed.kinds, before, after, helps)
+    return Learnt(pipeline, reviewed.kinds, before, after, ranks, helps)
 
 
 def _ranks(real: Float[Tensor, " m"], scores: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -496,7 +505,7 @@ def recalibrate_from_sample(
         if unknown is not None:
             learnt = learn(pipeline, *unknown, real, settings.compute(), mixed=makes_mixed(model))
             pipeline, calibrates = learnt.pipeline, rest
-            lines.append(learnt.table())
+            lines += [learnt.table(), learnt.found(settings.alpha)]
     pipeline, calibrated = calibrate_pipeline(
         pipeline, type(model.task), calibrates.of_class, settings, calibrates.weights, or_higher="risk" not in changes
     )
@@ -513,6 +522,9 @@ def recalibrate_from_sample(
     found = with_calibration(model, pipeline, calibrated, calibrates.of_class, entry)
     policy = calibrated.policy
     lines = [policy.headline(calibrated.metrics), *lines]
+    promised, shown = (each.largest_error_rate() for each in (model.policy, policy))
+    if promised is not None and shown is not None and promised < shown:
+        lines[0] += f"; the bundle before promised at most {promised:.3g}, which so few labels do not show"
     lines += [
         f"alarms at alpha {policy.alpha:g} on sampled images of a class: {_alarms(model, sample.of_class):.1%} "
         f"before, at most {policy.alpha:.1%} of such images now on average; "
@@ -520,9 +532,8 @@ def recalibrate_from_sample(
     ]
     for kind, images in sample.others.items():
         before, after = (_alarms(each, images) for each in (model, found))
-        line = f"alarms on the {len(images)} images labelled {kind}: {before:.1%} before, {after:.1%} now"
-        knows = learnt is not None and learnt.helps and kind == NONE_OF_THE_CLASSES
-        lines.append(line + ", when the check has learnt from them" * knows)
+        if learnt is None or not learnt.helps or kind != NONE_OF_THE_CLASSES:  # It knows these.
+            lines.append(f"alarms on the {len(images)} images labelled {kind}: {before:.1%} before, {after:.1%} now")
     warnings = [each.warning() for each in (extension, learnt) if each is not None]
     return Recalibrated(found, tuple(lines), tuple(filter(None, warnings)))
 

@@ -68,6 +68,7 @@ class Sample:
     others: Mapping[str, ImageDataset]  # the images of another kind, by kind; their labels mean nothing
     days: tuple[str, str]  # first and last day of the random sample, ``YYYY-MM-DD``
     logged: int  # number of logged images of the random sample, reviewed or not
+    labelled: int = 0  # number of those with a label, whether they count or not
 
     def summary(self) -> str:
         """Return a sentence that counts the images by kind."""
@@ -75,6 +76,11 @@ class Sample:
         others = "".join(f", {len(images)} {kind}" for kind, images in self.others.items())
         equal = effective_count(self.weights)
         counts = f", which count as {equal} drawn equally" if equal < len(self.of_class) else ""
+        if self.labelled > reviewed:
+            counts += (
+                f" ({self.labelled} have a label; of each day, in the order of psc-log review, only those count up to "
+                f"where fewer than {REVIEWED:.0%} have one)"
+            )
         return (
             f"random sample from {self.days[0]} to {self.days[1]}: {self.logged} logged images, {reviewed} reviewed: "
             f"{len(self.of_class)} of a class{counts}{others}"
@@ -112,6 +118,7 @@ def read_sample(
         {kind: _data(log, model, images) for kind, images in by_kind.items() if images},
         (days[0], days[-1]),
         len(logged),
+        sum(image.kind is not None for image in logged),
     )
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -245,6 +246,16 @@ def test_reviewed_images_count_in_the_order_of_digests() -> None:
     assert reviewed_of([image(i, monday, reviewed=i > 0) for i in range(10)]) == []
 
 
+def test_labels_that_do_not_count_are_told(model: FittedModel, tmp_path: Path) -> None:
+    images = [Logged(picture(i), "label" if i % 2 else None, "1" if i % 2 else None) for i in range(60)]
+    first = min((each for each in images), key=lambda each: each.sha256)
+    images = [replace(each, kind="label", label="1") if each is first else each for each in images]
+    sample = read_sample(write_log(tmp_path, images), model)
+    reviewed, labelled = len(sample.of_class), sum(each.kind is not None for each in images)
+    assert 1 <= reviewed < labelled
+    assert f"{reviewed} of a class ({labelled} have a label; of each day, in the order of" in sample.summary()
+
+
 def test_labels_of_other_images_are_not_enough(model: FittedModel, tmp_path: Path) -> None:
     chosen = [Logged(picture(i), "label", "1", sampled=False) for i in range(5)]
     log = write_log(tmp_path, [*chosen, *(Logged(picture(10 + i)) for i in range(5))])
@@ -463,6 +474,11 @@ def test_what_people_reviewed_becomes_a_check(
 ) -> None:
     sample, new = read_sample(reviewed_log, shipped), learnt.model
     assert learnt.warnings == () and "with what 8 none_of_the_classes, 12 five, 12 seven teach" in learnt.lines[1]
+    before, after = map(
+        float, re.findall(r"held back: ([\d.]+)% without the check, ([\d.]+)% with it", learnt.lines[2])[0]
+    )
+    assert after > before + 10 and not any("labelled none_of_the_classes" in line for line in learnt.lines)
+    assert "the bundle before promised at most 0.01" in learnt.lines[0]
     entry = new.report["provenance"][HISTORY][-1]["reviewed"]
     assert entry["helps"] and [kind["images"] for kind in entry["kinds"]] == [8, 12, 12]
     assert entry["kinds"][1]["day"] == "2026-11-12"
