@@ -160,7 +160,9 @@ def test_explanation_names_the_most_unusual_components() -> None:
     split = {"aleatoric": np.array([0.5], np.float32), "epistemic": np.array([0.25], np.float32)}
     (document,) = TASK.explanations(explanation(**split), CLASSES, ("layer3",))
     document["class_distances"] = document["class_distances"].tolist()
-    assert ClassificationExplanation.model_validate(document).model_dump() == {**document, "map": None, "nearest": None}
+    assert ClassificationExplanation.model_validate(document).model_dump() == {
+        **document, "map": None, "nearest": None, "reviewed": None
+    }  # fmt: skip
     assert document["nearest_class"] == "ä"
     assert [each["component"] for each in document["unusual_components"]] == [1, 6, 4, 2, 0]
     assert [each["deviation"] for each in document["unusual_components"]] == [-4.0, 3.0, 2.0, 1.0, 0.5]
