@@ -556,3 +556,21 @@ def test_in_python(shipped: FittedModel, reviewed_log: Log) -> None:
     ]  # fmt: skip
     with pytest.raises(UsageError, match=r"a quarter of the 80 images .* give at least 100"):
         shipped.learn(images, data.subset(torch.arange(80)))
+
+
+def test_a_regression_learns_too(angle_bundle: Path, data_root: Path, tmp_path: Path) -> None:
+    model = load_model(angle_bundle, device="cpu", allow_factories=[FACTORY])
+    data = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    clothes = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    assert data.values is not None
+    images = [Logged(png(data.image(i)[0]), "label", repr(float(data.values[i]))) for i in range(120)]
+    images += [Logged(png(clothes.image(i)[0]), "none_of_the_classes", "clothes") for i in range(20)]
+    log = write_log(tmp_path, images)
+    found = recalibrate_from_sample(model, read_sample(log, model), {}, None, read_unknown(log, model))
+    entry = found.model.report["provenance"][HISTORY][-1]["reviewed"]
+    assert entry["kinds"] == [{"name": "clothes", "images": 20, "day": "2026-11-20"}]
+    assert (found.model.checks[-1] == "reviewed") == entry["helps"]
+    found.model.save(tmp_path / "bundle")
+    again = load_model(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
+    batch = next(data.batches(16)).images
+    assert torch.equal(again.compute(batch).packed, found.model.compute(batch).packed)
