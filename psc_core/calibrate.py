@@ -444,8 +444,8 @@ def learn(
     if helps:
         if pipeline.stored_images is not None:
             reviewed = store_images(reviewed, unknown, seen["w"])
-        new = scorer.replace(reviewed=reviewed).to(scorer.scale.device)
-        pipeline = pipeline.with_scorer(new, checks=checks_with(reviewed))
+        new = checks_with(reviewed)  # Before the check moves to the device.
+        pipeline = pipeline.with_scorer(scorer.replace(reviewed=reviewed).to(scorer.scale.device), checks=new)
     return Learnt(pipeline, reviewed.kinds, before, after, ranks, helps)
 
 

@@ -1,6 +1,7 @@
 """A whole fit on a GPU that is not there: no tensor of the host meets one of the GPU, and the choices are the CPU's."""
 
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ import pytest
 import torch
 
 from psc_core.cli.fit import main
+from psc_core.data.open import open_dataset
+from psc_core.images.preprocess import PRESETS
+from psc_core.model import load_model
 from tests.conftest import TinyJob
 from tests.pretend_gpu import GPU, pretend_gpu
 
@@ -34,6 +38,27 @@ def on_gpu(job: TinyJob, folder: Path, words: tuple[str, ...]) -> dict[str, Any]
         assert main([*args, *words, "--no-report", "--out", str(folder / "bundle")]) == 0
     fitted: dict[str, Any] = json.loads((folder / "bundle" / "manifest.json").read_text())
     return fitted
+
+
+def test_a_check_is_learnt_there_as_here(tiny_bundle: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = cycle((0.0, 1.0))  # without the check and with it, however well the tiny network does
+    monkeypatch.setattr("psc_core.calibrate.LARGEST_LOSS", 1.0)
+    monkeypatch.setattr("psc_core.calibrate._ranks", lambda _, scores: torch.full((len(scores),), next(turns)).double())
+    digits, clothes = (
+        open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"]).subset(torch.arange(count))
+        for name, count in (("mnist", 120), ("fashion-mnist", 20))
+    )
+    with pretend_gpu():
+        there = load_model(tiny_bundle, device="cuda", allow_factories=["tests.tiny:network"])
+        learnt = there.learn(clothes, digits, risk=0.7)
+        assert learnt.checks[-1] == "reviewed" and learnt.device == GPU
+        reviewed = learnt.pipeline.scorer.reviewed
+        assert reviewed is not None and reviewed.directions.device == GPU
+        values = learnt.compute(next(digits.batches(8)).images).packed
+    here = load_model(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"]).learn(
+        clothes, digits, risk=0.7
+    )
+    torch.testing.assert_close(values, here.compute(next(digits.batches(8)).images).packed, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_pretended() -> None:
