@@ -71,7 +71,7 @@ from psc_core.maps import LayerMap
 from psc_core.metrics import auroc, in_practice
 from psc_core.model import TRIAL_IMAGES, FittedModel
 from psc_core.pipeline import Pipeline, Scorer, ood_score_of
-from psc_core.reviewed import Kind, Reviewed, class_values, fit_reviewed, store_images, with_enough
+from psc_core.reviewed import Kind, Reviewed, class_values, fit_reviewed, moments_of, store_images, with_enough
 from psc_core.scoring import dataset_outputs
 from psc_core.settings import FitSettings, settings_where
 from psc_core.stored_images import StoredImages
@@ -419,32 +419,31 @@ def learn(
     def checks_with(reviewed: Reviewed) -> Checks:
         return checks.with_reviewed(class_values(reviewed, density, count, reviewed(inside["w"]).amax(1)))
 
-    def score_with(reviewed: Reviewed) -> Callable[[Mapping[str, Tensor]], Tensor]:
-        new = checks_with(reviewed)
+    def score_with(reviewed: Reviewed, new: Checks) -> Callable[[Mapping[str, Tensor]], Tensor]:
         return lambda of: new.score(torch.cat([of["values"], reviewed(of["w"]).amax(1)[:, None]], dim=1))
 
     batches = ({REVIEWED: batch.images} for batch in track_images(unknown, compute, "reviewed images"))
     seen = by_transform(batches, read)[REVIEWED]
     made = by_transform(synthetic_batches(real, compute, "synthetic OOD images", mixed=mixed, seed=0), read)
-    inside = made.pop(REAL)
+    inside, moments = made.pop(REAL), moments_of(density)
     ranks = torch.zeros(2, len(kinds), dtype=torch.float64)
     for part in range(PARTS):
         held = torch.arange(len(kinds)) % PARTS == part
         of_held = {name: values[held] for name, values in seen.items()}
-        fitted = fit_reviewed(density, seen["w"][~held], kinds[~held], names)
-        for row, score in enumerate((without, score_with(fitted))):
+        fitted = fit_reviewed(moments, seen["w"][~held], kinds[~held], names)
+        for row, score in enumerate((without, score_with(fitted, checks_with(fitted)))):
             ranks[row, held] = _ranks(score(inside), score(of_held))
-    reviewed, gains = fit_reviewed(density, seen["w"], kinds, names, days), ranks[1] - ranks[0]
+    reviewed, gains = fit_reviewed(moments, seen["w"], kinds, names, days), ranks[1] - ranks[0]
+    new = checks_with(reviewed)
     before, after = (
         {_HELD_BACK: mean, **{name: auroc(score(inside), score(of)) for name, of in made.items()}}
-        for mean, score in zip(ranks.mean(1).tolist(), (without, score_with(reviewed)), strict=True)
+        for mean, score in zip(ranks.mean(1).tolist(), (without, score_with(reviewed, new)), strict=True)
     )
     helps = float(gains.mean()) > float(gains.std(correction=0)) / math.sqrt(len(gains))
     helps &= all(after[name] >= before[name] - LARGEST_LOSS for name in made)
     if helps:
         if pipeline.stored_images is not None:
             reviewed = store_images(reviewed, unknown, seen["w"])
-        new = checks_with(reviewed)  # Before the check moves to the device.
         pipeline = pipeline.with_scorer(scorer.replace(reviewed=reviewed).to(scorer.scale.device), checks=new)
     return Learnt(pipeline, reviewed.kinds, before, after, ranks, helps)
 
@@ -524,7 +523,7 @@ def recalibrate_from_sample(
     lines = [policy.headline(calibrated.metrics), *lines]
     promised, shown = (each.largest_error_rate() for each in (model.policy, policy))
     if promised is not None and shown is not None and promised < shown:
-        lines[0] += f"; the bundle before promised at most {promised:.3g}, which so few labels do not show"
+        lines[0] += f"; the bundle before promised at most {promised:.3g}"
     lines += [
         f"alarms at alpha {policy.alpha:g} on sampled images of a class: {_alarms(model, sample.of_class):.1%} "
         f"before, at most {policy.alpha:.1%} of such images now on average; "

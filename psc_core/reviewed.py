@@ -53,6 +53,14 @@ class Kind(NamedTuple):
     day: str | None  # on which most of them were logged, YYYY-MM-DD
 
 
+class Moments(NamedTuple):
+    """Those of all images of the classes, in w."""
+
+    mean: Float[Tensor, " P"]
+    covariance: Float[Tensor, "P P"]
+    metric: Float[Tensor, "P P"]  # M
+
+
 class Reviewed(Fitted):
     """The directions of all kinds, with what a bundle says of each."""
 
@@ -82,11 +90,14 @@ class Reviewed(Fitted):
 
 
 def fit_reviewed(
-    density: Density, w: Float[Tensor, "n P"], kinds: Int[Tensor, " n"], names: Sequence[str], days: Sequence[str] = ()
+    density: Density | Moments,
+    w: Float[Tensor, "n P"],
+    kinds: Int[Tensor, " n"],
+    names: Sequence[str],
+    days: Sequence[str] = (),
 ) -> Reviewed:
     """Fit the check to the coordinates of reviewed images; ``kinds`` are positions in ``names``."""
-    mean, covariance = _all_moments(density)
-    metric = _metric(density, covariance)
+    mean, covariance, metric = density if isinstance(density, Moments) else moments_of(density)
     directions, found = [], []
     for kind in sorted({*kinds.tolist()}):
         of_kind = (kinds == kind).nonzero()[:, 0]
@@ -152,15 +163,15 @@ def with_enough(images: ImageDataset) -> ImageDataset:
     return replace(images, labels=labels)
 
 
-def _all_moments(density: Density) -> tuple[Float[Tensor, " P"], Float[Tensor, "P P"]]:
-    """Return mean and covariance of all images of the classes, in w."""
+def moments_of(density: Density) -> Moments:
+    """Return what fits to a density have in common."""
     proportions, centres = class_proportions(density), density.get_buffer("centres")
     mean = proportions @ centres
     apart = centres - mean
     covariance = apart.T @ (proportions[:, None] * apart)
     for proportion, of_class in zip(proportions, class_covariances(density), strict=True):
         covariance += proportion * of_class
-    return mean, covariance
+    return Moments(mean, covariance, _metric(density, covariance))
 
 
 def _metric(density: Density, covariance: Float[Tensor, "P P"]) -> Float[Tensor, "P P"]:

@@ -281,9 +281,10 @@ class Facts:
 
     @property
     def learnt(self) -> str:
-        """A sentence on what the last recalibration learnt from reviewed images; empty if nothing."""
-        found = self.manifest.provenance.get(HISTORY, [{}])[-1].get("reviewed")
-        if not found or not found["helps"]:
+        """A sentence on what the check reviewed has learnt; empty without it."""
+        history = [entry.get("reviewed", {}) for entry in self.manifest.provenance.get(HISTORY, ())]
+        found = next((each for each in reversed(history) if each.get("helps")), None)
+        if found is None:
             return ""
         kinds = ", ".join(f"{kind['images']} {kind['name']}" for kind in found["kinds"])
         before, after = found["auroc_before"][0], found["auroc_after"][0]

@@ -107,5 +107,8 @@ def test_learns_what_people_reviewed(data_root: Path, tmp_path: Path, capsys) ->
     assert code == 0 and "check reviewed" in text and "20 upside down" in text, err
     assert read_bundle(new).manifest.checks.names[-1] == "reviewed"  # type: ignore[union-attr]
     assert "has learnt from images that people reviewed" in (new / "README.md").read_text()
+    later = ["--bundle", str(new), "--log", str(tmp_path / "log"), "--out", str(tmp_path / "later")]
+    assert run(capsys, cli.recalibrate_main, later)[0] == 0  # What was learnt stays, and the card says so.
+    assert "has learnt from images that people reviewed" in (tmp_path / "later" / "README.md").read_text()
     code, _, err = run(capsys, cli.recalibrate_main, [*words, "--overwrite", "--until", "2026-11-19"])
     assert code == 2 and "--log-sample" in err
