@@ -1,4 +1,4 @@
-"""What the check ``reviewed`` learns from few images: near and far images, kinds that nobody reviewed, false alarms.
+"""What few reviewed images teach: the check ``reviewed``, and a class that is added.
 
     python -m benchmarks.reviewed --scale cpu --data ROOT [--setting lite0-tuned-8 …] [--seeds 0 1 2]
 
@@ -7,10 +7,14 @@ trained on.  Of each setting and seed a part holds :data:`DRAWS` draws of review
 unknown classes together as one kind, all with their names, one class alone, and one class where 30 % of the labels are
 wrong.  Four hundred other images of the classes take the place of the reviewed random sample: a quarter places the
 check, the rest calibrates.  All of it is measured on images that had no part in it.
+
+A class is added from the images of one unknown class: how many of its other images are answered with it, how many right
+answers of the other classes it takes, and by how many nats it makes the median image more ambiguous.
 """
 
 from __future__ import annotations
 
+import copy
 import statistics
 from dataclasses import replace
 
@@ -22,14 +26,21 @@ from benchmarks.checkpoints import Trained
 from benchmarks.data import random_images
 from benchmarks.ood.settings import SETTINGS, Setting
 from benchmarks.runs import Json, Run
+from psc_core.added_class import fit_added, is_answer, log_odds, widen
 from psc_core.checks import check_values
 from psc_core.conformal import conformal_p_values
 from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.density import class_values
+from psc_core.errors import UsageError
+from psc_core.heads.base import Scored, entropy
 from psc_core.metrics import auroc
 from psc_core.model import PSC
-from psc_core.reviewed import class_values, fit_reviewed
+from psc_core.reviewed import fit_reviewed
 
 DRAWS, COUNTS, SAMPLED, ALPHA, WRONG = 30, (10, 25, 100, 400), 400, 0.05, 0.3
+SAMPLES = (400, 1600)  # reviewed images of the random sample beside an added class
+ADDED_MEASURES = (("recall", 100), ("lost", 100), ("entropy", 1))  # with their scales
+ADDED_HEADER = ["images of the class", "sample", "recognised, %", "right answers of others lost, %", "entropy, nats"]
 
 FULL = ("lite0-tuned-8", "lite2-tuned-8", "lite0-frozen-5", "cifar10-held-out-1", "mnist-held-out-1")
 AT_SCALE = {"smoke": ("mnist-held-out-0",), "cpu": FULL, "full": FULL}
@@ -57,7 +68,7 @@ def one_setting(run: Run, setting: Setting) -> Json:
         stages = fitting.stages(run, trained, density="pooled++")
         model = fitting.psc_of(run, trained, stages, density="pooled++", ood_score="checks")
         sets = {name: read(model, data) for name, data in images_of(run, setting, trained).items()}
-        return {"today": today(model, sets), "rows": rows(model, sets)}
+        return {"today": today(model, sets), "rows": rows(model, sets), "added": added_rows(model, sets)}
 
     return run.part(f"{setting.name}-{run.seed}", {"draws": DRAWS, "counts": COUNTS, "sampled": SAMPLED}, compute)
 
@@ -81,12 +92,15 @@ def images_of(run: Run, setting: Setting, trained: Trained) -> dict[str, ImageDa
 
 @torch.inference_mode()
 def read(model: PSC, data: ImageDataset) -> Read:
-    scorer, w, values = model.pipeline.scorer, [], []
+    scorer, w, values, probabilities = model.pipeline.scorer, [], [], []
     for batch in data.batches(64):
         embedding = scorer.embed(batch.images.to(model.device))
+        scored = scorer.score(embedding)
         w.append(scorer.density.coordinates(embedding.density_input).cpu())
-        values.append(check_values(model.checks, scorer.score(embedding).scores).cpu())
-    return {"w": torch.cat(w), "values": torch.cat(values), "y": data.first_labels()}
+        values.append(check_values(model.checks, scored.scores).cpu())
+        probabilities.append(scored.probabilities.cpu())
+    found = {"w": w, "values": values, "p": probabilities}
+    return {name: torch.cat(parts) for name, parts in found.items()} | {"y": data.first_labels()}
 
 
 def today(model: PSC, sets: dict[str, Read]) -> Json:
@@ -145,7 +159,9 @@ def one_draw(
     assert checks is not None
     learnt = fit_reviewed(density, w, labels, [str(each) for each in range(10)])
     values = {name: learnt(of["w"]).amax(1) for name, of in sets.items()}
-    new = checks.with_reviewed(class_values(learnt, density, checks.ascending.shape[1], values["sample"][places]))
+    new = checks.with_reviewed(
+        class_values(density, checks.ascending.shape[1], learnt.largest, values["sample"][places])
+    )
     before = {name: checks.score(of["values"]) for name, of in sets.items()}
     after = {name: new.score(torch.cat([of["values"], values[name][:, None]], dim=1)) for name, of in sets.items()}
     same = torch.ones(len(near["y"]), dtype=torch.bool) if kind is None else near["y"] == kind
@@ -167,6 +183,51 @@ def one_draw(
     }
 
 
+def added_rows(model: PSC, sets: dict[str, Read]) -> list[Json]:
+    """Return mean and standard deviation over the draws of what a class does that is added, for each number."""
+    kinds, found = sorted({*sets["review"]["y"].tolist()}), []
+    for sampled in SAMPLES:
+        for count in (*COUNTS[:2], 50, *COUNTS[2:]):
+            draws = [one_class(model, sets, count, draw, kinds[draw % len(kinds)], sampled) for draw in range(DRAWS)]
+            of = [each for each in draws if each is not None]
+            summary = {
+                name: [round(statistics.mean(values), 5), round(statistics.pstdev(values), 5)]
+                for name in (of or [{}])[0]
+                for values in [[each[name] for each in of]]
+            }
+            found += [{"images": count, "sampled": sampled, "draws": len(of), **summary}] if of else []
+    return found
+
+
+def one_class(model: PSC, sets: dict[str, Read], count: int, draw: int, kind: int, sampled: int) -> Json | None:
+    """Add a class; None where there are too few images, or it is refused."""
+    generator, density = torch.Generator().manual_seed(draw), copy.deepcopy(model.pipeline.scorer.density).cpu()
+    pool = (sets["review"]["y"] == kind).nonzero()[:, 0]
+    if len(pool) < count or len(sets["sample"]["y"]) < sampled // 4:
+        return None
+    new = sets["review"]["w"][pool[torch.randperm(len(pool), generator=generator)[:count]]]
+    sample, known = sets["sample"], sets["known"]
+    drawn = torch.randperm(len(sample["y"]), generator=generator)[: sampled // 4]
+    drawn = drawn[(sample["p"].argmax(1) == sample["y"])[drawn]]
+    try:
+        found, _, _ = fit_added("new", density, new, sample["w"][drawn], sample["p"][drawn])
+    except UsageError:
+        return None
+    wide = torch.cat([density.get_buffer("centres"), new.double().mean(0)[None]])
+    near = sets["near"]["y"] == kind
+    odds = {name: log_odds(of["w"], wide, [found]) for name, of in sets.items()}
+    recognised = is_answer(odds["near"][near, 0], sets["near"]["p"][near])
+    taken = is_answer(odds["known"][:, 0], known["p"]) & (known["p"].argmax(1) == known["y"])
+    zero = torch.zeros(len(known["y"]))
+    scored = Scored({"epistemic": zero, "energy": zero}, known["p"])
+    after = widen(scored, odds["known"]).scores["predictive_entropy"].median()
+    return {
+        "recall": float(recognised.double().mean()),
+        "lost": float(taken.double().mean()),
+        "entropy": float(after - entropy(known["p"]).median()),
+    }
+
+
 def table(record: Json) -> str:
     """Return the Markdown of all parts: before → after ± the standard deviation of a single draw."""
     header = ["reviewed", "of them", "AUROC, these kinds", "kinds never reviewed", "far", "false alarms, %", "found, %"]
@@ -177,8 +238,18 @@ def table(record: Json) -> str:
             + [_both(row, each, 100) for each in ("alarms known", "alarms near")]
             for row in result["rows"]
         ]
+        of_added = [
+            [str(row["images"]), str(row["sampled"]), *(_one(row, *each) for each in ADDED_MEASURES)]
+            for row in result["added"]
+        ]
         lines += [f"**{name}**", "", runs.markdown_table(header, cells), ""]
+        lines += [runs.markdown_table(ADDED_HEADER, of_added), ""]
     return "\n".join([*lines, runs.provenance(record)])
+
+
+def _one(row: Json, name: str, scale: int) -> str:
+    mean, spread = row[name]
+    return f"{scale * mean:.{3 if scale == 1 else 1}f} ± {scale * spread:.{3 if scale == 1 else 1}f}"
 
 
 def _both(row: Json, name: str, scale: int) -> str:

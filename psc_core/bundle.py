@@ -142,6 +142,12 @@ class _Checks(_Strict):
     reviewed: ReviewedSection | None = None
 
 
+class _AddedClass(_Strict):
+    images: _Size
+    slope: float = Field(gt=0)
+    bias: float
+
+
 class _Grid(_Strict):
     rows: _Size
     columns: _Size
@@ -175,6 +181,7 @@ class Manifest(_Strict):
     name: str = Field(min_length=1, max_length=MAX_NAME)
     version: str = Field(pattern="^[0-9a-f]{12}$")
     classes: tuple[str, ...] = Field(min_length=2)
+    added_classes: list[_AddedClass] = []
     preprocess: Preprocess
     precision: Precision
     predictions: Literal["psc", "original"]
@@ -212,7 +219,7 @@ class Manifest(_Strict):
         network = self.backbone.network
         if network is None:
             needed = {GRAPH, *needed} - {f"{PARTS[0]}.safetensors"}
-        outputs = self.task.network_outputs(self.classes)
+        outputs = self.task.network_outputs(self.network_classes)
         agreements: tuple[Agreement, ...] = (
             ("files", sorted(needed), sorted(self.files)),
             *self.task.agreements(self),
@@ -230,9 +237,16 @@ class Manifest(_Strict):
         for where, expected, got in agreements:
             if expected != got:
                 raise ValueError(f"expected {where} to be {shorten(repr(expected))}, got {shorten(repr(got))}")
+        if self.added_classes and (len(self.network_classes) < 2 or not self.task.probabilities(self.classes)):
+            raise ValueError(f"expected no added_classes beside {len(self.network_classes)} classes of the network")
         if len(set(self.classes)) != classes:
             raise ValueError("expected class names that differ from each other")
         return self
+
+    @property
+    def network_classes(self) -> tuple[str, ...]:
+        """The classes that the network was trained on: all but the added ones, which are the last."""
+        return self.classes[: len(self.classes) - len(self.added_classes)]
 
     @property
     def task(self) -> Task:

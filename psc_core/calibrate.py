@@ -22,6 +22,9 @@ replaces an earlier one.  It is taken where it ranks reviewed images that it has
 the classes, by more than the standard error of that gain, and loses at most :data:`LARGEST_LOSS` of AUROC on every
 transform.
 
+:func:`add_class`: images that people named become one more class (:mod:`psc_core.added_class`).  What was learnt from
+reviewed images is forgotten, because these may be among them.
+
 :func:`recalibrate_from_sample` does it all.  A quarter of the sampled images chooses the times, whether a check is
 taken, and the temperature of the original network's predictions, and calibrates nothing, so that the rates hold
 whatever is chosen.
@@ -40,6 +43,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core import __version__
+from psc_core.added_class import PARTS, AddedClass, fit_added, is_answer
 from psc_core.answers import BasePolicy
 from psc_core.bundle import HISTORY
 from psc_core.checks import (
@@ -59,24 +63,33 @@ from psc_core.checks import (
 from psc_core.compute import Compute, track_images
 from psc_core.conformal import check_rates, effective_count, equal_scores, thin
 from psc_core.data.dataset import ImageDataset
-from psc_core.density import EXAMPLES, can_extend, extend_density
+from psc_core.density import EXAMPLES, Density, can_extend, class_values, extend_density
+from psc_core.density import add_class as add_class_to
 from psc_core.errors import UsageError, warn
 from psc_core.fit_data import FitJob
 from psc_core.fit_parts import round_floats
 from psc_core.heads.base import Scored
 from psc_core.images.preprocess import Pixels
-from psc_core.log.labels import NONE_OF_THE_CLASSES
+from psc_core.log.labels import LABEL_KINDS, MAX_NAME, NONE_OF_THE_CLASSES, OF
 from psc_core.log.sample import Sample
 from psc_core.maps import LayerMap
 from psc_core.metrics import auroc, in_practice
 from psc_core.model import TRIAL_IMAGES, FittedModel
 from psc_core.pipeline import Pipeline, Scorer, ood_score_of
-from psc_core.reviewed import Kind, Reviewed, class_values, fit_reviewed, moments_of, store_images, with_enough
+from psc_core.reviewed import (
+    FEWEST,
+    Kind,
+    Reviewed,
+    fit_reviewed,
+    moments_of,
+    store_images,
+    with_enough,
+)
 from psc_core.scoring import dataset_outputs
 from psc_core.settings import FitSettings, settings_where
 from psc_core.stored_images import StoredImages
 from psc_core.tasks.base import Calibrated, Task
-from psc_core.text import align
+from psc_core.text import align, compose
 
 
 def calibrate_scorer(
@@ -157,13 +170,16 @@ def refit_temperature(pipeline: Pipeline, data: ImageDataset, settings: FitSetti
     checks are fitted to the same images again.
     """
     compute = settings.compute()
-    scored = score_dataset(pipeline.scorer, data, compute, "temperature")
-    head = pipeline.scorer.head.refit_temperature(scored.probabilities, data.first_labels())
+    before = pipeline.scorer.replace(added=())
+    known = (data.first_labels() < len(pipeline.scorer.density.constants) - len(pipeline.scorer.added)).nonzero()[:, 0]
+    of_network = data.subset(known)
+    scored = score_dataset(before, of_network, compute, "temperature")
+    head = pipeline.scorer.head.refit_temperature(scored.probabilities, of_network.first_labels())
     if head is pipeline.scorer.head:
         return pipeline
     scorer, checks = pipeline.scorer.replace(head=head.to(pipeline.scorer.scale.device)), pipeline.checks
     if checks is not None:
-        scores = score_dataset(scorer, data, compute, "checks").scores
+        scores = score_dataset(scorer, of_network, compute, "checks").scores
         checks = fit_checks(checks.names, *[check_values(checks.names, scores)] * 2)
     return pipeline.with_scorer(scorer, checks=checks)
 
@@ -247,7 +263,7 @@ _DensityInputs = tuple[Float[Tensor, "n dim"], Float[Tensor, "n channels"] | Non
 
 def seen_examples(model: FittedModel) -> int:
     """Return the number of labelled examples that the densities of a model were fitted to."""
-    instead = "fit the bundle again with these images among the training images, or leave out --extend-density"
+    instead = "fit the bundle again with these images among the training images"
     if why_not := model.task.why_not_extended:
         raise UsageError(f"{why_not}; {instead}")
     density = model.pipeline.scorer.density
@@ -338,7 +354,6 @@ def _synthetic_values(
     return {times: {name: of_transform[times] for name, of_transform in found.items()} for times in scorers}
 
 
-PARTS: Final = 5  # of the reviewed images, each of which is held back once
 _HELD_BACK: Final = "reviewed, held back"  # beside the transforms
 
 
@@ -417,10 +432,10 @@ def learn(
         return checks.score(of["values"])
 
     def checks_with(reviewed: Reviewed) -> Checks:
-        return checks.with_reviewed(class_values(reviewed, density, count, reviewed(inside["w"]).amax(1)))
+        return checks.with_reviewed(class_values(density, count, reviewed.largest, reviewed.largest(inside["w"])))
 
     def score_with(reviewed: Reviewed, new: Checks) -> Callable[[Mapping[str, Tensor]], Tensor]:
-        return lambda of: new.score(torch.cat([of["values"], reviewed(of["w"]).amax(1)[:, None]], dim=1))
+        return lambda of: new.score(torch.cat([of["values"], reviewed.largest(of["w"])[:, None]], dim=1))
 
     batches = ({REVIEWED: batch.images} for batch in track_images(unknown, compute, "reviewed images"))
     seen = by_transform(batches, read)[REVIEWED]
@@ -455,6 +470,68 @@ def _ranks(real: Float[Tensor, " m"], scores: Float[Tensor, " n"]) -> Float[Tens
     return (low + high).double() / (2 * len(real))
 
 
+def with_class(model: FittedModel, name: str) -> FittedModel:
+    """Return a model with one more class name, which has to be added; to read images that are labelled with it."""
+    name = compose(name).strip()
+    if not model.num_probabilities:
+        raise UsageError(f"a {model.task.noun} has no classes that another could be added to")
+    if name in model.classes:
+        raise UsageError(f"{name} is one of the classes already; give images of it to --extend-density")
+    if not 0 < len(name) <= MAX_NAME or name in LABEL_KINDS or OF in name:
+        raise UsageError(f"expected the name of a class, of 1 to {MAX_NAME} characters without {OF!r}, got {name!r}")
+    return replace(model, classes=(*model.classes, name))
+
+
+@dataclass(frozen=True)
+class Added:
+    """A pipeline with one more class, and what is known of it."""
+
+    pipeline: Pipeline  # has to be calibrated again
+    name: str
+    of_class: AddedClass
+    recognised: float  # fraction of its images, held back, that are answered with it
+    taken: float  # fraction of right answers with other classes that are now with it
+    compared: int  # number of these answers
+    forgets: bool  # whether there was a check ``reviewed``
+
+    def text(self, *, learns: bool) -> str:
+        """Return a sentence on what to expect."""
+        taken = round(self.taken * self.compared)
+        return (
+            f"class {self.name} from {self.of_class.images} images: held back, {self.recognised:.1%} of them are "
+            f"answered with it; it takes {taken} of {self.compared} right answers of other classes"
+        ) + "; the check reviewed is gone, learn it again" * (self.forgets and not learns)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a bundle records it, in JSON types."""
+        return {"name": self.name, **self.of_class._asdict(), "recognised": self.recognised, "taken": self.taken}
+
+
+@torch.inference_mode()
+def add_class(model: FittedModel, name: str, new: ImageDataset, real: ImageDataset, compute: Compute) -> Added:
+    """Add a class of at least :data:`FEWEST` ``new`` images; ``real`` ones are of the classes before it."""
+    examples, pipeline = seen_examples(model), model.pipeline
+    scorer, count = pipeline.scorer, len(new)
+    if count < FEWEST:
+        raise UsageError(f"there are {count} images of {name}, and a class needs {FEWEST}; label {FEWEST - count} more")
+    density = copy.deepcopy(scorer.density).cpu()
+    (inputs, early, _), (old, _, labels) = (_read(scorer, data, compute) for data in (new, real))
+    of_new, of_old = (score_dataset(scorer, data, compute, name).probabilities for data in (new, real))
+    right = of_old.argmax(1) == labels
+    w, of_right = density.coordinates(inputs), of_old[right]
+    found, held, others = fit_added(name, density, w, density.coordinates(old[right]), of_right)
+
+    def wider(of: Density, features: Tensor) -> Density:
+        return add_class_to(copy.deepcopy(of).cpu(), features, examples=examples)
+
+    texture = None if scorer.texture is None or early is None else wider(scorer.texture, early)
+    parts = {"density": wider(density, inputs), "texture": texture, "added": (*scorer.added, found), "reviewed": None}
+    checks = None if pipeline.checks is None else pipeline.checks.without_reviewed()
+    added = pipeline.with_scorer(scorer.replace(**parts).to(scorer.scale.device), checks=checks)
+    shares = [float(is_answer(*each).double().mean()) for each in ((held, of_new), (others, of_right))]
+    return Added(added, name, found, shares[0], shares[1], int(right.sum()), scorer.reviewed is not None)
+
+
 CHOOSES: Final = 0.25  # fraction of the sampled images that chooses temperature and extension
 FEWEST_TO_CHOOSE: Final = 25  # images of equal weight; with fewer, temperature and density stay
 
@@ -474,24 +551,28 @@ def recalibrate_from_sample(
     changes: Mapping[str, Any],
     more: ImageDataset | None = None,
     unknown: tuple[ImageDataset, Sequence[str]] | None = None,
+    named: tuple[FittedModel, ImageDataset] | None = None,
 ) -> Recalibrated:
     """Return the model of a bundle, calibrated on a random sample.
 
-    Images outside it, ``more``, extend the density; the check ``reviewed`` learns from ``unknown`` ones, with days.
+    Images outside it, ``more``, extend the density; the check ``reviewed`` learns from ``unknown`` ones, with days.  Of
+    images that people ``named``, a class is added: the last of the model's that comes with them.
     """
     settings = settings_of(model, changes)
-    lines, pipeline, calibrates, extension, learnt = [], model.pipeline, sample, None, None
-    if more is not None or unknown is not None or pipeline.scorer.head.has_temperature:
+    lines, pipeline, calibrates, extension, learnt, added = [], model.pipeline, sample, None, None, None
+    teaches = any(given is not None for given in (more, unknown, named))
+    if teaches or pipeline.scorer.head.has_temperature:
         order = torch.arange(len(sample.of_class))  # That of the digests, which is random.
         count = round(CHOOSES * len(order))
         chooses, rest = sample.at(order[:count]), sample.at(order[count:])
-        real = chooses.of_class.subset(thin(chooses.weights).nonzero()[:, 0])
-        if (more is not None or unknown is not None) and len(real) < FEWEST_TO_CHOOSE:
+        of_before = chooses.of_class.first_labels() < len(model.classes)
+        real = chooses.of_class.subset((thin(chooses.weights) & of_before).nonzero()[:, 0])
+        if teaches and len(real) < FEWEST_TO_CHOOSE:
             raise UsageError(
                 "a quarter of the sampled images of a class compares what changes with what was, and calibrates "
                 f"nothing: at least {FEWEST_TO_CHOOSE}, and of {len(sample.of_class)} labelled that are {len(real)} "
                 f"that count equally; review at least {round(FEWEST_TO_CHOOSE / CHOOSES)} drawn equally, or leave out "
-                "--extend-density and --learn"
+                "--extend-density, --learn and --add-class"
             )
         if more is not None:
             extension = extend(model, more, real, settings.compute())
@@ -501,6 +582,11 @@ def recalibrate_from_sample(
             pipeline, calibrates = refit_temperature(pipeline, real, settings), rest
             before, now = (each.scorer.head.record["temperature"] for each in (model.pipeline, pipeline))
             lines.append(f"temperature {now:.3g}, before {before:.3g}, by {len(real)} images, which do not calibrate")
+        if named is not None:
+            of = named[0].classes[-1]
+            added = add_class(replace(model, pipeline=pipeline), of, named[1], real, settings.compute())
+            pipeline, calibrates = added.pipeline, rest
+            lines.append(added.text(learns=unknown is not None))
         if unknown is not None:
             learnt = learn(pipeline, *unknown, real, settings.compute(), mixed=makes_mixed(model))
             pipeline, calibrates = learnt.pipeline, rest
@@ -516,9 +602,11 @@ def recalibrate_from_sample(
         **{kind: len(images) for kind, images in sample.others.items()},
         "sha256": sample.of_class.digest(),
         **({} if extension is None else {"extension": extension.to_json()}),
+        **({} if added is None else {"added_class": added.to_json()}),
         **({} if learnt is None else {REVIEWED: learnt.to_json()}),
     }
-    found = with_calibration(model, pipeline, calibrated, calibrates.of_class, entry)
+    wide = model if named is None else named[0]
+    found = with_calibration(wide, pipeline, calibrated, calibrates.of_class, entry)
     policy = calibrated.policy
     lines = [policy.headline(calibrated.metrics), *lines]
     promised, shown = (each.largest_error_rate() for each in (model.policy, policy))

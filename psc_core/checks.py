@@ -311,10 +311,10 @@ class Checks(nn.Module):
 
     def without_reviewed(self) -> Checks:
         """Return the other checks."""
-        kept = [at for at, name in enumerate(self.names) if name != REVIEWED]
+        kept = len(self.names) - (REVIEWED in self.names)  # it is the last
         below = {name: value for name, value in self.counts_below.items() if name != REVIEWED}
-        tensors = (self.ascending[kept], self.scales[kept], self.calibration[kept])
-        return Checks(self.names[: len(kept)], *tensors, below)
+        tensors = (self.ascending[:kept], self.scales[:kept], self.calibration[:kept])
+        return Checks(self.names[:kept], *tensors, below)
 
     def with_reviewed(self, values: Float[Tensor, " m"]) -> Checks:
         """Return these checks with another ``reviewed``, whose p_g is fitted to ``values``; it has to be calibrated.

@@ -66,12 +66,15 @@ and in the same way the covariance of all images that ``rmd`` subtracts.  The ne
 all images, except that the components stay, that a covariance that was shrunk is extended as it is (more images
 outweigh that in time), and that where images have several labels n_k counts labelled examples in the degrees of
 freedom too.
+
+**Added class.**  :func:`add_class`: m images of a class that the density has not seen give one more mean, covariance
+(shrunk as above) and proportion m / (n + m).  The coordinates stay those of the classes before.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
@@ -439,6 +442,32 @@ def class_covariances(density: Density) -> Iterator[Float[Tensor, "P P"]]:
         yield from [torch.eye(kept, dtype=torch.float64, device=density.basis.device)] * len(density.constants)
 
 
+def class_values(
+    density: Density,
+    count: int,
+    value: Callable[[Tensor], Float[Tensor, " n"]],  # of n images, from w
+    like: Float[Tensor, " m"] | None = None,
+) -> Float[Tensor, " count"]:
+    """Return values of images drawn from the density's Gaussians, the same on every call, on the CPU.
+
+    They get the median and the mean deviation from it of values ``like`` those of images to come, of which there may be
+    few: another camera moves both.
+    """
+    generator, values = torch.Generator().manual_seed(0), torch.empty(count, dtype=torch.float64)
+    classes = torch.multinomial(class_proportions(density).cpu(), count, replacement=True, generator=generator)
+    for k, centre in enumerate(density.get_buffer("centres").cpu()):
+        of_class = classes == k
+        w = torch.randn(int(of_class.sum()), len(centre), generator=generator, dtype=torch.float64)
+        if isinstance(density, ClasswiseDensity) and len(w):
+            w = torch.linalg.solve(density.whiteners[k].double().cpu(), w.T).T
+        values[of_class] = value(w + centre).double()
+    if like is not None:
+        middle, wanted = values.median(), like.double().median()
+        scale = (like.double() - wanted).abs().mean() / (values - middle).abs().mean()
+        values = wanted + (values - middle) * (scale if scale > 0 else 1)
+    return values.float()
+
+
 def extend_density(
     density: Density, features: Float[Tensor, "m D"], labels: Int[Tensor, " m"], *, examples: int, times: int = 1
 ) -> Extended:
@@ -484,6 +513,25 @@ def extend_density(
         change = torch.linalg.slogdet(covariance)[1] + within.log_det - torch.linalg.slogdet(before)[1]
         tensors["background_constant"] = density.background_constant - 0.5 * change
     return Extended(type(density)(tensors, record=record).to(device), offset, turn)
+
+
+def add_class(density: Density, features: Float[Tensor, "m D"], *, examples: int) -> Density:
+    """Return the density of n = ``examples`` labelled examples with one more class, of m images; its w stays."""
+    if not can_extend(type(density)):
+        raise FitError(f"a density {density.kind!r} has tensors that no class can be added to; fit it again")
+    if not features.isfinite().all():
+        raise FitError("expected finite features of the images of the added class; check the precision")
+    w, m = density.coordinates(features.to(density.basis.device)), len(features)
+    mean, n = w.double().mean(0), int(class_counts(density, examples).sum())
+    constant = _log_proportions(density).logsumexp(0) + math.log(m / (n + m))
+    tensors = {name: density.get_buffer(name) for name in density.layout}
+    if isinstance(density, ClasswiseDensity):
+        inverse = linalg.inverse_root(linalg.covariance(linalg.scatter_about(w, mean), m - 1)[0])
+        tensors["whiteners"] = torch.cat([density.whiteners, inverse.root[None].float()])
+        constant = constant - 0.5 * inverse.log_det
+    tensors["centres"] = torch.cat([density.get_buffer("centres"), mean[None]])
+    tensors["constants"] = torch.cat([density.constants.double() + math.log(n / (n + m)), constant[None]])
+    return type(density)(tensors, record={**density.record, EXAMPLES: n + m}).to(mean.device)
 
 
 def _merge(

@@ -31,6 +31,7 @@ from psc_core import __version__
 from psc_core.calibrate import (
     CHOOSES,
     FEWEST_TO_CHOOSE,
+    add_class,
     calibrate_pipeline,
     calibrate_scorer,
     learn,
@@ -39,6 +40,7 @@ from psc_core.calibrate import (
     trial_of,
     warn_of_policy,
     with_calibration,
+    with_class,
 )
 from psc_core.checks import REVIEWED
 from psc_core.collapse import ChosenLayer, CollapseReport, measure_layers, to_text
@@ -217,23 +219,47 @@ def calibrate_on(model: FittedModel, loader: Any, **changes: Any) -> FittedModel
 @own_state()
 def learn_from(model: FittedModel, unknown: Any, loader: Any, **changes: Any) -> FittedModel:
     """Return ``model`` with the check ``reviewed``, calibrated on other images, see :meth:`.FittedModel.learn`."""
-    data, settings = _calibration_images(model, loader), settings_of(model, changes)
+    chosen, rest, settings = _quarter(model, loader, changes)
     images = open_images(unknown, "the unknown images", LoaderDescription(model.preprocess))
     check_read_by(model, images)
     others = tuple(name for name in images.classes if name != NONE_OF_THE_CLASSES)
     named = replace(images, classes=(*images.classes, *{NONE_OF_THE_CLASSES} - {*images.classes}))
     named = named.in_order((NONE_OF_THE_CLASSES, *others))
-    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(settings.seed))
-    chosen, rest = (data.subset(part) for part in order.tensor_split([round(CHOOSES * len(order))]))
-    if len(chosen) < FEWEST_TO_CHOOSE:
-        raise UsageError(
-            f"a quarter of the {len(data)} images of the classes measures whether the check helps, and calibrates "
-            f"nothing; give at least {round(FEWEST_TO_CHOOSE / CHOOSES)}"
-        )
     learnt = learn(model.pipeline, named, (), chosen, settings.compute(), mixed=makes_mixed(model))
     if text := learnt.warning():
         warn(text)
     return _calibrated(model, learnt.pipeline, rest, changes, {REVIEWED: learnt.to_json()})
+
+
+@own_state()
+def add_class_from(model: FittedModel, name: str, images: Any, loader: Any, **changes: Any) -> FittedModel:
+    """Return ``model`` with one more class, calibrated on other images, see :meth:`.PSC.add_class`."""
+    wide = with_class(model, name)
+    if isinstance(loader, ImageDataset) and loader.in_order(model.classes).classes == model.classes:  # without images
+        loader = replace(loader.in_order(model.classes), classes=wide.classes)
+    chosen, rest, settings = _quarter(wide, loader, changes)
+    new = open_images(images, "the images of the class", LoaderDescription(model.preprocess))
+    check_read_by(model, new)
+    real = chosen.subset((chosen.first_labels() < len(model.classes)).nonzero()[:, 0])
+    added = add_class(model, wide.classes[-1], new, real, settings.compute())
+    if added.forgets:
+        warn(added.text(learns=False))
+    return _calibrated(wide, added.pipeline, rest, changes, {"added_class": added.to_json()})
+
+
+def _quarter(
+    model: FittedModel, loader: Any, changes: Mapping[str, Any]
+) -> tuple[ImageDataset, ImageDataset, FitSettings]:
+    """Return a random quarter of images of the classes, which calibrates nothing, the rest, and the settings."""
+    data, settings = _calibration_images(model, loader), settings_of(model, changes)
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(settings.seed))
+    chosen, rest = (data.subset(part) for part in order.tensor_split([round(CHOOSES * len(order))]))
+    if len(chosen) < FEWEST_TO_CHOOSE:
+        raise UsageError(
+            f"a quarter of the {len(data)} images of the classes measures what changes, and calibrates nothing; give "
+            f"at least {round(FEWEST_TO_CHOOSE / CHOOSES)}"
+        )
+    return chosen, rest, settings
 
 
 def _calibration_images(model: FittedModel, loader: Any) -> ImageDataset:

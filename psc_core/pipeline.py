@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
+from psc_core.added_class import AddedClass, log_odds, widen
 from psc_core.bundle import Bundle, Manifest, MapSection, ReviewedSection
 from psc_core.checks import REVIEWED, TEXTURE, Checks, check_values
 from psc_core.compute import autocast, together
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 
 REVIEWED_DISTANCE: Final = "reviewed_distance"  # the name of the distances to stored reviewed images, likewise
+ADDED: Final = "added"  # the name of the log odds of the added classes, among the density's results
 MAP: Final = "map"  # the name of the map in an explanation
 NO_MAP: Final = "the model has no map; fit it again with checks, and a network whose early layers have rows and columns"
 
@@ -100,18 +102,20 @@ class Scorer(nn.Module):
         texture: Density | None = None,  # of the averaged features of the backbone's last layer
         reviewed: Reviewed | None = None,  # of the density's coordinates
         head_layers: tuple[str, ...] = (),  # that the head reads besides z
+        added: tuple[AddedClass, ...] = (),  # the last classes of the density, which the head does not know
     ) -> None:
         super().__init__()
         for name, part in zip(("scale", "shift"), preprocess.scale_and_shift(), strict=True):
             self.register_buffer(name, part.to(projection.mean.device), persistent=False)
-        self.preprocess, self.head_layers = preprocess, head_layers
+        self.preprocess, self.head_layers, self.added = preprocess, head_layers, added
         self.backbone, self.projection, self.density = backbone, projection, density
         self.head, self.texture, self.reviewed = head, texture, reviewed
         self.eval().requires_grad_(False)
 
     def replace(self, **parts: Any) -> Scorer:
         """Return a scorer with other parts, by the names of the constructor; it shares everything else."""
-        names = ("preprocess", "backbone", "projection", "density", "head", "texture", "reviewed", "head_layers")
+        modules = ("preprocess", "backbone", "projection", "density", "head", "texture", "reviewed")
+        names = (*modules, "head_layers", "added")
         return Scorer(**{name: parts.get(name, getattr(self, name)) for name in names})
 
     @property
@@ -158,12 +162,18 @@ class Scorer(nn.Module):
             lambda: self.head.score(embedding.head_input, embedding.output),
             *([lambda: -texture(early).log_density] if texture is not None and early is not None else []),
         )
-        return Scored({**scores, **density, **({TEXTURE: unlike[0]} if unlike else {})}, probabilities)
+        odds = density.pop(ADDED, None)
+        scored = Scored({**scores, **density, **({TEXTURE: unlike[0]} if unlike else {})}, probabilities)
+        return scored if odds is None else widen(scored, odds)
 
-    def _density_scores(self, density_input: Float[Tensor, "batch _"]) -> dict[str, Float[Tensor, " batch"]]:
+    def _density_scores(self, density_input: Float[Tensor, "batch _"]) -> dict[str, Tensor]:
         w = self.density.coordinates(density_input)
-        like = {} if self.reviewed is None else {REVIEWED: self.reviewed(w).amax(1)}
-        return {"log_density": self.density.at(w).log_density, **like}
+        found = {"log_density": self.density.at(w).log_density}
+        if self.reviewed is not None:
+            found[REVIEWED] = self.reviewed.largest(w)
+        if self.added:
+            found[ADDED] = log_odds(w, self.density.get_buffer("centres"), self.added)
+        return found
 
     def forward(self, images: Images) -> Scored:
         return self.score(self.embed(images))
@@ -236,7 +246,11 @@ class Pipeline(nn.Module):
         embedding = self.scorer.embedding(features, output)
         coordinates = self.scorer.density.coordinates(embedding.density_input)
         explanation = dict(self.scorer.density.explain_at(coordinates)._asdict())
-        explanation |= self.scorer.head.explain(embedding.head_input)
+        scored, parts = self.scorer.score(embedding), self.scorer.head.explain(embedding.head_input)
+        if parts and (added := len(self.scorer.added)):
+            parts["epistemic"] = parts["epistemic"] * scored.probabilities[:, :-added].sum(1)
+            parts["aleatoric"] = scored.scores["predictive_entropy"] - parts["epistemic"]
+        explanation |= parts
         if self.stored_images is not None:
             explanation[STORED_DISTANCE] = self.stored_images(coordinates)
         if (reviewed := self.scorer.reviewed) is not None:
@@ -245,7 +259,7 @@ class Pipeline(nn.Module):
                 explanation[REVIEWED_DISTANCE] = reviewed.stored_images(coordinates)
         if with_map:
             explanation[MAP] = self._map_of(features)
-        return self.outputs(self.scorer.score(embedding)), explanation
+        return self.outputs(scored), explanation
 
     def forward_with_map(
         self, images: Images
@@ -320,7 +334,7 @@ def storable_backbone(model: FittedModel, *, graph: bool) -> Backbone:
 def _is_built_by_name(model: FittedModel) -> bool:
     """Return whether the network's spec still builds it; it does not if somebody has replaced a module."""
     network = model.backbone.cut.network
-    if network is None or network.num_classes != model.task.network_outputs(model.classes):
+    if network is None or network.num_classes != model.task.network_outputs(model.network_classes):
         return False
     if model.trial is None:  # loaded from a bundle, by its spec
         return True
@@ -414,7 +428,8 @@ def restore_pipeline(
             "fit the bundle again"
         ) from error
     running, head_layers = backbone.to(device).fused(manifest.precision), tuple(manifest.head.layers)
-    scorer = Scorer(manifest.preprocess, running, projection, density, head, texture, reviewed, head_layers)
+    added = tuple(AddedClass(**each.model_dump()) for each in manifest.added_classes)
+    scorer = Scorer(manifest.preprocess, running, projection, density, head, texture, reviewed, head_layers, added)
     scorer = scorer.to(device)
     return Pipeline(scorer, calibration.ood_scores, checks, layer_map, stored_images), backbone, calibration
 

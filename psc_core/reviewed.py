@@ -14,9 +14,9 @@ towards the difference of the means.  (λ chosen by cross-validation followed th
 for four hundred; NOTES.)  ``m̄`` and T follow from the moments that every density keeps, so nothing else is stored:
 ``T = Σ_k π_k (Σ_k + (m_k − m̄)(m_k − m̄)ᵀ)``, and M from ``basis``, which turns features into w.
 
-The values that its p_g is fitted to are those of images drawn from the density's Gaussians (:func:`class_values`),
-moved to where a few images of the classes lie now.  The check counts only below a p-value of 0.03: alone it is blind
-to kinds that nobody has reviewed, and whatever it adds to images of the classes would hide them.
+The values that its p_g is fitted to are those of images drawn from the density's Gaussians, moved to where a few images
+of the classes lie now (:func:`psc_core.density.class_values`).  The check counts only below a p-value of 0.03: alone it
+is blind to kinds that nobody has reviewed, and whatever it adds to images of the classes would hide them.
 
 Shapes: B images, P components, J kinds, D features.
 """
@@ -79,8 +79,13 @@ class Reviewed(Fitted):
         self.kinds, self.stored_images = tuple(kinds), stored_images
 
     def forward(self, w: Float[Tensor, "batch P"]) -> Float[Tensor, "batch J"]:
-        """Return the value of each kind; the check's is the largest."""
+        """Return the value of each kind."""
         return (w.double() @ self.directions - self.offsets).float()
+
+    def largest(self, w: Float[Tensor, "batch P"]) -> Float[Tensor, " batch"]:
+        """Return the value of the check."""
+        values: Tensor = self(w)
+        return values.amax(1)
 
     def moved(self, to: Extended) -> Reviewed:
         """Return the same check in the coordinates of an extended density."""
@@ -123,32 +128,6 @@ def store_images(reviewed: Reviewed, images: ImageDataset, w: Float[Tensor, "n P
         "labels": torch.arange(len(rows)).repeat_interleave(torch.tensor([*map(len, rows)])),
     }
     return Reviewed(reviewed.directions, reviewed.offsets, reviewed.kinds, StoredImages(tensors))
-
-
-def class_values(
-    reviewed: Reviewed, density: Density, count: int, like: Float[Tensor, " m"] | None = None
-) -> Float[Tensor, " count"]:
-    """Return the check's values of images drawn from the density's Gaussians, the same on every call.
-
-    They get the median and the mean deviation from it of values ``like`` those of images to come, of which there may be
-    few: another camera moves both.
-    """
-    generator = torch.Generator().manual_seed(0)
-    classes = torch.multinomial(class_proportions(density).cpu(), count, replacement=True, generator=generator)
-    noise = torch.randn(count, len(reviewed.offsets), generator=generator, dtype=torch.float64)
-    directions = reviewed.directions.cpu()
-    drawn = density.get_buffer("centres").cpu() @ directions - reviewed.offsets.cpu()
-    values = drawn[classes]
-    for k, covariance in enumerate(class_covariances(density)):
-        of_class = classes == k
-        variances, vectors = torch.linalg.eigh(directions.T @ covariance.cpu() @ directions)
-        values[of_class] += noise[of_class] * variances.clamp(min=0).sqrt() @ vectors.T
-    largest = values.amax(1)
-    if like is not None:
-        middle, wanted = largest.median(), like.double().median()
-        scale = (like.double() - wanted).abs().mean() / (largest - middle).abs().mean()
-        largest = wanted + (largest - middle) * (scale if scale > 0 else 1)
-    return largest.float()
 
 
 def with_enough(images: ImageDataset) -> ImageDataset:

@@ -265,6 +265,16 @@ class SecondReader:
         log_density = self.log_density(z, features)
         averaged = [f.mean(2) for f in features] if self.manifest["head"].get("layers") else []
         probabilities, epistemic, energy = self.classify(np.concatenate([z, *averaged], axis=1), logits)
+        if added := self.manifest.get("added_classes"):
+            t = self.tensors("density")
+            w = _coordinates(t, self.manifest["density"]["kind"], self._density_input(z, features))
+            near = w @ t["centres"].T - (t["centres"] ** 2).sum(1) / 2
+            for each in added:
+                at = probabilities.shape[1]
+                s = each["slope"] * (near[:, at] - _log_sum_exp(near[:, :at])) + each["bias"]
+                q = 1 / (1 + np.exp(-s))
+                probabilities = np.concatenate([probabilities * (1 - q)[:, None], q[:, None]], axis=1)
+                epistemic, energy = epistemic * (1 - q), energy - np.logaddexp(0, s)
         entropy = _entropy(probabilities)
         ood_score = -log_density
         check_p_values = np.empty((len(z), 0))

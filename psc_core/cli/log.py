@@ -156,8 +156,8 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
 _RECALIBRATE_EXAMPLE = """example:
   psc-recalibrate --bundle bundle --log log --out bundle-2
 The bundle stays as it is.  Network, density and head of the new one are the same (--extend-density gives it other
-numbers in the same density, --learn another check), so it is served as fast; only reviewed images of the log's random
-sample calibrate it.
+numbers in the same density, --learn another check, --add-class one more class), so it is served as fast; only reviewed
+images of the log's random sample calibrate it.
 """
 
 
@@ -190,6 +190,11 @@ def recalibrate_parser() -> argparse.ArgumentParser:
         "if that helps on those that it has not learnt from"
     )
     cli.add_argument("--learn", action="store_true", help=text)
+    text = (
+        "add a class of the images outside the random sample that people named so (none_of_the_classes:NAME); those in "
+        "the sample calibrate"
+    )
+    cli.add_argument("--add-class", metavar="NAME", help=text)
     flags.add_model_flags(cli)
     cli.add_argument("--out", type=Path, metavar="DIR", help="bundle to write (default: BUNDLE-recalibrated)")
     cli.add_argument("--overwrite", action="store_true", help="replace the bundle in --out")
@@ -198,8 +203,8 @@ def recalibrate_parser() -> argparse.ArgumentParser:
 
 def recalibrate(args: argparse.Namespace) -> None:
     from psc_core.bundle import TRY_FOLDER, check_target
-    from psc_core.calibrate import recalibrate_from_sample, seen_examples
-    from psc_core.log.sample import read_outside, read_sample, read_unknown
+    from psc_core.calibrate import recalibrate_from_sample, seen_examples, with_class
+    from psc_core.log.sample import read_named, read_outside, read_sample, read_unknown
     from psc_core.log.store import open_log
     from psc_core.model import load_model
     from psc_core.report import page
@@ -209,20 +214,24 @@ def recalibrate(args: argparse.Namespace) -> None:
     out = args.out or bundle.with_name(f"{bundle.name}-recalibrated")
     if out.resolve() == bundle:
         raise UsageError(f"expected another --out than {args.bundle}: the old version stays, to go back to")
+    if args.extend_density and args.add_class is not None:
+        raise UsageError("--extend-density and --add-class do not go together; give one, then the other to the result")
     check_target(out, overwrite=args.overwrite)
     out = out.resolve()
     model = load_model(bundle, device=args.device, allow_factories=args.allow_factories)
     log, span = open_log(args.log), {"since": args.since, "until": args.until}
-    if args.extend_density:
+    if args.extend_density or args.add_class is not None:
         seen_examples(model)
-    sample = read_sample(log, model, args.model, **span)
+    wide = model if args.add_class is None else with_class(model, args.add_class)
+    sample = read_sample(log, wide, args.model, **span)
+    named = None if wide is model else (wide, read_named(log, wide, args.model, **span))
     more = read_outside(log, model, args.model, **span) if args.extend_density else None
-    unknown = read_unknown(log, model, args.model, **span) if args.learn else None
+    unknown = read_unknown(log, wide, args.model, **span) if args.learn else None
     asked = {name: getattr(args, name) for name in ("alpha", "coverage", "max_width")}
     changes = {name: value for name, value in asked.items() if value is not None}
     changes |= {name: value for name, value in vars(args).items() if name == "risk"}
     print(sample.summary(), flush=True)
-    found = recalibrate_from_sample(model, sample, changes, more, unknown)
+    found = recalibrate_from_sample(model, sample, changes, more, unknown, named)
     print(*found.lines, *(f"warning: {text}" for text in found.warnings), sep="\n")
     manifest = found.model.save(out)
     if (bundle / TRY_FOLDER).is_dir():

@@ -343,6 +343,10 @@ def _joined(parts: Sequence[Any]) -> Any:
 def _whole_network(model: PSC, weights: Path) -> nn.Module:
     """Build the network that the model was cut from: by its name, or without one from the file given to fit."""
     network = model.backbone.cut.network
+    if model.network_classes != model.classes:
+        raise UsageError(
+            f"the network of {model.name} does not know {model.classes[-1]}, which was added; leave out --weights"
+        )
     if network is not None:
         with bounded_size(network):
             return load_network(**network.to_json(), weights=weights)

@@ -11,7 +11,7 @@ images that a person can put into a class.  Ambiguous images tend to be unusual,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from itertools import groupby
@@ -98,7 +98,7 @@ def read_sample(
     name = logged_model(log, name)
     days = days_of(log, name, since=since, until=until)
     rows = read_rows(log, name, sampled=True, days=days, columns=list(_COLUMNS))
-    logged = images_of(join_labels(rows, read_labels(log), name))
+    logged = images_of(join_labels(rows, read_labels(log), name), model.classes)
     if not logged:
         span = f" from {days[0]} to {days[-1]}" if days else ""
         raise UsageError(f"{log.where} has no logged sampled images of {name}{span}; serve with --log-sample")
@@ -136,15 +136,21 @@ def read_outside(
         is_sampled = batch["sampled"].to_pylist()
         sample |= {sha256 for sha256, is_in in zip(batch[SHA256].to_pylist(), is_sampled, strict=True) if is_in}
         others.append(batch.filter(arrow().array([not is_in for is_in in is_sampled])))
-    logged = [image for image in images_of(others) if image.sha256 not in sample]
+    logged = [image for image in images_of(others, model.classes) if image.sha256 not in sample]
     if not (of_class := [image for image in logged if image.kind == LABEL]):
         reviewed = sum(image.kind is not None for image in logged)
         raise UsageError(
             f"of the {len(logged)} logged images of {name} in {log.where} outside the random sample {reviewed} are "
-            "reviewed and none of them has a label; label some (psc-log review without --sample), or leave out "
-            "--extend-density: images of the random sample calibrate, so they extend nothing"
+            "reviewed and none of them has a label; label some (psc-log review without --sample): images of the random "
+            "sample calibrate, so they teach nothing"
         )
     return _labelled(log, model, sorted(of_class, key=lambda image: image.sha256))
+
+
+def read_named(log: Log, wide: FittedModel, name: str | None = None, **span: str | None) -> ImageDataset:
+    """Return the images outside the random sample that people named as the last class of ``wide``."""
+    images = read_outside(log, wide, name, **span)
+    return images.subset((images.first_labels() == len(wide.classes) - 1).nonzero()[:, 0])
 
 
 def read_unknown(
@@ -156,9 +162,8 @@ def read_unknown(
     """
     name = logged_model(log, name)
     rows = read_rows(log, name, days=days_of(log, name, since=since, until=until), columns=list(_COLUMNS))
-    found = [
-        image for image in images_of(join_labels(rows, read_labels(log), name)) if image.kind == NONE_OF_THE_CLASSES
-    ]
+    joined = images_of(join_labels(rows, read_labels(log), name), model.classes)
+    found = [image for image in joined if image.kind == NONE_OF_THE_CLASSES]
     found.sort(key=lambda image: image.sha256)
     kinds = [NONE_OF_THE_CLASSES, *sorted({image.label for image in found if image.label is not None})]
     labels = torch.tensor([kinds.index(image.label or NONE_OF_THE_CLASSES) for image in found], dtype=torch.int64)
@@ -166,8 +171,11 @@ def read_unknown(
     return images, [image.day.isoformat() for image in found]
 
 
-def images_of(rows: Iterable[Any]) -> list[LoggedLabel]:
-    """Return each logged image of the rows once, with the latest label on any of its rows."""
+def images_of(rows: Iterable[Any], classes: Collection[str] = ()) -> list[LoggedLabel]:
+    """Return each logged image of the rows once, with the latest label on any of its rows.
+
+    An image that was none of the classes, and is named as one of ``classes``, shows that one, which was added since.
+    """
     found: dict[str, LoggedLabel] = {}
     for batch in rows:
         for row in batch.to_pylist():
@@ -176,6 +184,7 @@ def images_of(rows: Iterable[Any]) -> list[LoggedLabel]:
                 continue
             before = found.get(sha256)
             kind, label, time = row["kind"], row["true_label"], row["label_time"]
+            kind = LABEL if kind == NONE_OF_THE_CLASSES and label in classes else kind
             if before and before.label_time and (time is None or before.label_time > time):
                 kind, label, time = before.kind, before.label, before.label_time
             probability = max(row["sample_probability"], before.probability if before else 0.0)

@@ -281,17 +281,24 @@ class Facts:
 
     @property
     def learnt(self) -> str:
-        """A sentence on what the check reviewed has learnt; empty without it."""
-        history = [entry.get("reviewed", {}) for entry in self.manifest.provenance.get(HISTORY, ())]
-        found = next((each for each in reversed(history) if each.get("helps")), None)
-        if found is None:
-            return ""
+        """A sentence on each class that was added, and on what the check reviewed has learnt; empty without them."""
+        history = self.manifest.provenance.get(HISTORY, ())
+        added = [
+            f"The class {of['name']} was added from {of['images']} images that people named so: held back, "
+            f"{of['recognised']:.1%} of them were answered with it; it takes {of['taken']:.1%} of other right answers."
+            for of in (entry["added_class"] for entry in history if "added_class" in entry)
+        ]
+        learnt = (entry.get("reviewed", {}) for entry in reversed(history))
+        found = next((each for each in learnt if each.get("helps")), None)
+        if found is None or "reviewed" not in (self.manifest.checks.names if self.manifest.checks else ()):
+            return " ".join(added)
         kinds = ", ".join(f"{kind['images']} {kind['name']}" for kind in found["kinds"])
         before, after = found["auroc_before"][0], found["auroc_after"][0]
-        return (
+        of_check = (
             f"The check reviewed has learnt from images that people reviewed as none of the classes ({kinds}); AUROC "
             f"of such images that were held back: {before:.3f} to {after:.3f}."
         )
+        return " ".join([*added, of_check])
 
     @cached_property
     def limits(self) -> Mapping[str, float | None]:

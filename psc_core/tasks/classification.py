@@ -491,7 +491,7 @@ class Classification(Task):
         return FirstEvaluation(f"{text}; if it should be higher, check the preprocessing")
 
     def agreements(self, manifest: Any) -> Sequence[Agreement]:
-        head, classes = manifest.head, len(manifest.classes)
+        head, classes = manifest.head, len(manifest.network_classes)
         is_own = head.kind in self.output_heads
         return (
             ("predictions", "original" if is_own else "psc", manifest.predictions),

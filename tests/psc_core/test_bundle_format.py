@@ -17,14 +17,14 @@ from safetensors import safe_open
 from psc_core import PRESETS, PSC, PSCRegressor, open_dataset
 from psc_core.answers import CLASSIFICATION_DECISIONS
 from psc_core.bundle import GRAPH, MAX_ARGUMENT, MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES, PARTS, Manifest
-from psc_core.density import DENSITIES
+from psc_core.density import DENSITIES, class_values
 from psc_core.errors import BundleError
 from psc_core.heads import dve, sngp
 from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
 from psc_core.maps import LEVELS, MAX_POSITIONS, POSITION_DENSITIES
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
-from psc_core.reviewed import class_values, fit_reviewed, store_images
+from psc_core.reviewed import fit_reviewed, store_images
 from psc_core.stored_images import MAX_COUNT, SIDE
 from psc_core.tasks import TASKS
 from psc_core.tasks.classification import Classification
@@ -68,7 +68,23 @@ def bundles(
         patch.setattr(sngp, "LENGTH_SCALE_FACTORS", (1.0,))
         fits = fitted(tiny_job, CLASSIFICATION, data_root, folder)
     learn_garments(tiny_bundle, data_root, folder / "reviewed")
-    return {"pooled++-laplace": tiny_bundle, "reviewed": folder / "reviewed", **fits}
+    add_garments(tiny_bundle, data_root, folder / "added")
+    return {"pooled++-laplace": tiny_bundle, **{name: folder / name for name in ("reviewed", "added")}, **fits}
+
+
+def add_garments(bundle: Path, data_root: Path, out: Path) -> None:
+    """Save the bundle with two classes more."""
+    psc = PSC.load(bundle, device="cpu", allow_factories=ALLOW)
+    garments, digits = (
+        open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"]).subset(torch.arange(150))
+        for name in ("fashion-mnist", "mnist")
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, label in (("trouser", 1), ("bag", 8)):
+            images = garments.subset((garments.first_labels() == label).nonzero()[:, 0])
+            psc = psc.add_class(name, images, replace(digits, classes=psc.classes), risk=0.7)
+    psc.save(out)
 
 
 def learn_garments(bundle: Path, data_root: Path, out: Path) -> None:
@@ -85,7 +101,7 @@ def learn_garments(bundle: Path, data_root: Path, out: Path) -> None:
     kinds = garments.subset(torch.arange(40))
     learnt = fit_reviewed(scorer.density, w, kinds.first_labels(), kinds.classes, ["2026-11-12"] * 40)
     learnt = store_images(learnt, kinds, w)
-    checks = checks.with_reviewed(class_values(learnt, scorer.density, checks.ascending.shape[1]))
+    checks = checks.with_reviewed(class_values(scorer.density, checks.ascending.shape[1], learnt.largest))
     pipeline = psc.pipeline.with_scorer(scorer.replace(reviewed=learnt), checks=checks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -129,7 +145,7 @@ def images(data_root: Path) -> torch.Tensor:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["pooled++-laplace", "reviewed", *CLASSIFICATION])
+@pytest.mark.parametrize("name", ["pooled++-laplace", "reviewed", "added", *CLASSIFICATION])
 def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, name: str) -> None:
     psc, reader = PSC.load(bundles[name], device="cpu", allow_factories=ALLOW), SecondReader(bundles[name])
     with torch.inference_mode():
@@ -278,7 +294,9 @@ def test_documented_fields_exist(bundles: dict[str, Path]) -> None:
     sections = "|".join(known)
     dotted = {word for word in WORDS if re.fullmatch(rf"({sections})\.[a-z_.]+", word) and not word.endswith(".json")}
     assert dotted - real == {"collapse.csv", GRAPH, *(f"{part}.safetensors" for part in PARTS)}
-    top = re.findall(r"^\| `([a-z_]+)` \| (?:integer|text|list of text|object|object or null) \|", TEXT, re.M)
+    top = re.findall(
+        r"^\| `([a-z_]+)` \| (?:integer|text|list of text|list of objects|object|object or null) \|", TEXT, re.M
+    )
     assert set(top) == known
 
 
@@ -301,6 +319,32 @@ def test_a_forged_check_is_refused(
     forge.assign(copy, where, value)
     with pytest.raises(BundleError, match=message):
         PSC.load(copy, device="cpu", allow_factories=ALLOW)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ("added_classes", [], "head.sizes.classes to be 12"),
+        ("added_classes", [{"images": 10, "slope": 1.0, "bias": 0.0}] * 11, "head.sizes.classes to be 1"),
+        ("added_classes", [{"images": 10, "slope": 0.0, "bias": 0.0}] * 2, "slope"),
+        ("added_classes", [{"images": 10, "slope": 1.0, "bias": 0.0}], "head.sizes.classes to be 11"),
+        ("density.sizes.classes", 4, "density.sizes.classes"),
+    ],
+)
+def test_forged_added_classes_are_refused(
+    bundles: dict[str, Path], tmp_path: Path, where: str, value: Any, message: str
+) -> None:
+    copy = Path(shutil.copytree(bundles["added"], tmp_path / "bundle"))
+    forge.assign(copy, where, value)
+    with pytest.raises(BundleError, match=message):
+        PSC.load(copy, device="cpu", allow_factories=ALLOW)
+
+
+def test_a_regression_has_no_added_classes(angle_bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(angle_bundle, tmp_path / "bundle"))
+    forge.assign(copy, "added_classes", [{"images": 10, "slope": 1.0, "bias": 0.0}])
+    with pytest.raises(BundleError, match="expected no added_classes beside"):
+        PSCRegressor.load(copy, device="cpu", allow_factories=ALLOW)
 
 
 def documented_tensors(heading: str) -> set[tuple[str, str]]:

@@ -61,6 +61,22 @@ def test_a_check_is_learnt_there_as_here(tiny_bundle: Path, data_root: Path, mon
     torch.testing.assert_close(values, here.compute(next(digits.batches(8)).images).packed, rtol=1e-4, atol=1e-4)
 
 
+def test_a_class_is_added_there_as_here(tiny_bundle: Path, data_root: Path) -> None:
+    digits, clothes = (
+        open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"])
+        for name in ("mnist", "fashion-mnist")
+    )
+    digits, bags = digits.subset(torch.arange(120)), clothes.subset((clothes.first_labels() == 8).nonzero()[:20, 0])
+    with pretend_gpu():
+        there = load_model(tiny_bundle, device="cuda", allow_factories=["tests.tiny:network"])
+        wide = there.add_class("bag", bags, digits, risk=0.7)
+        assert wide.classes[-1] == "bag" and wide.device == GPU
+        values = wide.compute(next(bags.batches(8)).images).packed
+    here = load_model(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    here = here.add_class("bag", bags, digits, risk=0.7)
+    torch.testing.assert_close(values, here.compute(next(bags.batches(8)).images).packed, rtol=1e-3, atol=1e-3)
+
+
 def test_what_is_pretended() -> None:
     with pretend_gpu():
         there = torch.ones(3, 2, device="cuda")

@@ -110,5 +110,12 @@ def test_learns_what_people_reviewed(data_root: Path, tmp_path: Path, capsys) ->
     later = ["--bundle", str(new), "--log", str(tmp_path / "log"), "--out", str(tmp_path / "later")]
     assert run(capsys, cli.recalibrate_main, later)[0] == 0  # What was learnt stays, and the card says so.
     assert "has learnt from images that people reviewed" in (tmp_path / "later" / "README.md").read_text()
+    named = ["--add-class", "upside down", "--out", str(tmp_path / "named")]
+    code, text, err = run(capsys, cli.recalibrate_main, [*words[:4], *named])
+    assert code == 0 and "class upside down from 20 images" in text, err
+    assert read_bundle(tmp_path / "named").manifest.classes[-1] == "upside down"
+    assert "The class upside down was added from 20 images" in (tmp_path / "named" / "README.md").read_text()
+    code, _, err = run(capsys, cli.recalibrate_main, [*words[:4], *named, "--extend-density", "--overwrite"])
+    assert code == 2 and "do not go together" in err
     code, _, err = run(capsys, cli.recalibrate_main, [*words, "--overwrite", "--until", "2026-11-19"])
     assert code == 2 and "--log-sample" in err

@@ -17,17 +17,19 @@ from psc_core.calibrate import (
     extend_pipeline,
     recalibrate_from_sample,
     seen_examples,
+    with_class,
 )
 from psc_core.cli.fit import main as fit
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
 from psc_core.errors import DataError, UsageError
+from psc_core.evaluation.classification import ClassificationEvaluator
 from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.labels import label_files, read_label_file, write_labels
-from psc_core.log.sample import LoggedLabel, Sample, read_outside, read_sample, read_unknown, reviewed_of
+from psc_core.log.sample import LoggedLabel, Sample, read_named, read_outside, read_sample, read_unknown, reviewed_of
 from psc_core.log.store import Log, open_log
-from psc_core.model import FittedModel, load_model
+from psc_core.model import PSC, FittedModel, load_model
 from psc_core.pipeline import Pipeline
 from psc_core.scoring import dataset_outputs
 from psc_core.stored_images import StoredImages
@@ -574,3 +576,119 @@ def test_a_regression_learns_too(angle_bundle: Path, data_root: Path, tmp_path: 
     again = load_model(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
     batch = next(data.batches(16)).images
     assert torch.equal(again.compute(batch).packed, found.model.compute(batch).packed)
+
+
+@pytest.fixture(scope="module")
+def trousers_log(digits: ImageDataset, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Log:
+    """Digits of the random sample, and trousers that people named: 12 of the sample, 30 others."""
+    clothes = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    trousers = [at for at, label in enumerate(clothes.first_labels().tolist()) if label == 1]
+    labels = digits.first_labels().tolist()
+    images = [Logged(png(digits.image(i)[0]), "label", str(labels[i])) for i in range(160)]
+    images += [
+        Logged(png(clothes.image(at)[0]), "none_of_the_classes", "trouser", sampled=turn < 12)
+        for turn, at in enumerate(trousers[:42])
+    ]
+    images += [Logged(png(np.full((28, 28), 9 * turn, np.uint8)), "none_of_the_classes") for turn in range(12)]
+    return write_log(tmp_path_factory.mktemp("log"), images)
+
+
+def test_what_people_named_becomes_a_class(shipped: FittedModel, trousers_log: Log, tmp_path: Path) -> None:
+    wide = with_class(shipped, "trouser")
+    sample, named = read_sample(trousers_log, wide), read_named(trousers_log, wide)
+    assert len(named) == 30 and sample.of_class.first_labels().bincount()[-1] == 12
+    found = recalibrate_from_sample(shipped, sample, {}, named=(wide, named))
+    new, entry = found.model, found.model.report["provenance"][HISTORY][-1]["added_class"]
+    assert "class trouser from 30 images: held back, " in "".join(found.lines)
+    assert entry["recognised"] >= 0.9 and entry["taken"] == 0 and entry["name"] == "trouser"
+    assert new.classes == (*shipped.classes, "trouser") and new.network_classes == shipped.classes
+    assert len(new.calibration) == 129  # of 172, of which a quarter compares
+    images = next(sample.of_class.batches(172)).images
+    before, after = shipped.predict(images), new.predict(images)
+    trousers = sample.of_class.first_labels().numpy() == 10
+    assert (np.array(after.labels)[trousers] == "trouser").mean() >= 0.9
+    assert (np.array(after.labels) == np.array(before.labels))[~trousers].all()
+    assert (np.array(before.decision)[trousers] == "abstain_ood").all()
+    assert (np.array(after.decision)[trousers] == "accept").mean() >= 0.5
+    torch.testing.assert_close(after.probabilities.sum(1), torch.ones(172))
+
+    new.save(tmp_path / "bundle")
+    again = load_model(tmp_path / "bundle", device="cpu")
+    assert torch.equal(again.compute(images).packed, new.compute(images).packed)
+    with torch.inference_mode():
+        packed, explanation = again.pipeline.explain(images[-20:])
+    total = again.outputs(packed)["predictive_entropy"]
+    torch.testing.assert_close(explanation["aleatoric"] + explanation["epistemic"], total, rtol=1e-4, atol=1e-5)
+    assert (explanation["epistemic"] >= 0).all() and explanation["class_distances"].shape == (20, 11)
+    later = recalibrate_from_sample(again, read_sample(trousers_log, again), {}).model  # The old labels name the class.
+    assert later.classes == new.classes and len(later.calibration) == 172
+    other = PSC.load(tmp_path / "bundle", device="cpu")
+    with pytest.raises(UsageError, match="does not know trouser, which was added; leave out --weights"):
+        ClassificationEvaluator().open_baselines(other, tmp_path, sample.of_class, sample.of_class)
+
+
+def test_what_was_learnt_is_learnt_again(
+    learnt: Recalibrated, shipped: FittedModel, trousers_log: Log, reviewed_log: Log
+) -> None:
+    wide = with_class(learnt.model, "trouser")
+    sample, unknown = read_sample(trousers_log, wide), read_unknown(reviewed_log, wide)
+    named = wide, read_named(trousers_log, wide)
+    alone = recalibrate_from_sample(learnt.model, sample, {}, named=named)
+    assert alone.model.checks == shipped.checks and any("learn it again" in line for line in alone.lines)
+    both = recalibrate_from_sample(learnt.model, sample, {}, None, unknown, named)
+    assert both.model.checks[-1] == "reviewed" and not any("learn it again" in line for line in both.lines)
+    of_class, _ = read_unknown(trousers_log, wide)
+    assert of_class.classes == ("none_of_the_classes",) and len(of_class) == 12  # The trousers are of a class now.
+
+
+def test_a_class_of_original_predictions(original: FittedModel, trousers_log: Log) -> None:
+    wide = with_class(original, "trouser")
+    sample, named = read_sample(trousers_log, wide), read_named(trousers_log, wide)
+    new = recalibrate_from_sample(original, sample, {"risk": 0.7}, named=(wide, named)).model
+    images = next(sample.of_class.batches(160)).images
+    before, after = (each.compute(images).probabilities for each in (original, new))
+    assert after.shape == (160, 11) and new.predictions == "original"
+    kept = after[:, :10] / after[:, :10].sum(1, keepdim=True)
+    cooler = (before.log() * float(original.pipeline.scorer.head.temperature)).softmax(1)  # logits up to a constant
+    again = (kept.clamp(min=1e-30).log() * float(new.pipeline.scorer.head.temperature)).softmax(1)
+    torch.testing.assert_close(again, cooler, rtol=1e-2, atol=1e-3)
+
+
+def test_names_and_images_that_make_no_class(
+    shipped: FittedModel, trousers_log: Log, angle_bundle: Path, digits: ImageDataset
+) -> None:
+    for name, why in (("7", "one of the classes already"), ("", "1 to 200"), ("a:b", "without ':'")):
+        with pytest.raises(UsageError, match=why):
+            with_class(shipped, name)
+    with pytest.raises(UsageError, match="1 to 200"):
+        with_class(shipped, "cannot_tell")
+    regression = load_model(angle_bundle, device="cpu", allow_factories=[FACTORY])
+    with pytest.raises(UsageError, match="a regression has no classes"):
+        with_class(regression, "trouser")
+    wide = with_class(shipped, "drone")
+    none = wide, read_named(trousers_log, with_class(shipped, "trouser")).subset(torch.arange(4))
+    with pytest.raises(UsageError, match="there are 4 images of drone, and a class needs 10; label 6 more"):
+        recalibrate_from_sample(shipped, read_sample(trousers_log, wide), {}, named=none)
+
+
+def test_a_class_in_python(shipped: FittedModel, digits: ImageDataset, data_root: Path) -> None:
+    clothes = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    trousers = clothes.subset((clothes.first_labels() == 1).nonzero()[:20, 0])
+    data = digits.subset(torch.arange(160))
+    found = shipped.add_class("trouser", trousers, data)
+    assert found.classes[-1] == "trouser" and len(found.calibration) == 120
+    pairs = [(batch.images, batch.first_labels()) for batch in data.batches(64)]
+    again = shipped.add_class(
+        "trouser", [(next(trousers.batches(20)).images, torch.zeros(20, dtype=torch.int64))], pairs
+    )
+    images = next(trousers.batches(20)).images
+    torch.testing.assert_close(again.compute(images).packed, found.compute(images).packed)
+    bags = clothes.subset((clothes.first_labels() == 8).nonzero()[:20, 0])
+    both = found.add_class("bag", bags, replace(data, classes=found.classes))
+    assert both.classes[-2:] == ("trouser", "bag") and len(both.pipeline.scorer.added) == 2
+    answers = both.predict(next(bags.batches(20)).images).labels, both.predict(images).labels
+    assert answers[0].count("bag") >= 15 and answers[1].count("trouser") >= 15
+    with pytest.raises(UsageError, match=r"a quarter of the 80 images .* give at least 100"):
+        shipped.add_class("bag", bags, digits.subset(torch.arange(80)))
+    with pytest.raises(DataError, match="expected the model's 11 classes"):
+        shipped.add_class("bag", bags, clothes)
