@@ -129,7 +129,7 @@ def test_a_telephone_shows_image_and_answers_without_scrolling(driver: Driver, u
     for selector, status in (("#skip", "0 of 3 done"), ("#answers button", "1 of 3 done, last: dark")):
         press(driver, "")
         bottoms = [each.rect["y"] + each.rect["height"] for each in find(driver, ".case button") if each.is_displayed()]
-        assert len(bottoms) == 8 and max(bottoms) <= 844
+        assert len(bottoms) == 9 and max(bottoms) <= 844
         assert find(driver, "#stage")[0].rect["height"] >= 240
         find(driver, selector)[0].click()
         shows(driver, status)
@@ -150,6 +150,26 @@ def test_many_classes_are_found_by_their_names(driver: Driver, url: str) -> None
         "...['CLASS 11', 'class 1', 'class', 'x'].map((text) => task.label(text, {classes}) ?? null)]); });"
     )
     assert found == [["class 7", "class 3"], "class 11", "class 1", None, None]
+
+
+def test_what_is_none_of_the_classes_gets_a_name(driver: Driver, url: str, log: Log) -> None:
+    look(driver, url)
+    find(driver, "#review-model [value=m]")[0].click()
+    shows(driver, "0 of 3 done")
+    press(driver, "/")
+    press(driver, "hedgehog" + ENTER)
+    until(lambda: says(driver, "#review-status", "No class is “hedgehog”"))
+    press(driver, ENTER)
+    shows(driver, "1 of 3 done, last: hedgehog")
+    press(driver, "/")
+    offered = "return [...document.querySelectorAll('#label-names option')].map(({value}) => value)"
+    assert driver.execute_script(offered) == ["dark", "middle", "bright", "hedgehog"]
+    press(driver, "hedgehog" + ENTER)  # A name that was given needs no second time.
+    shows(driver, "2 of 3 done, last: hedgehog")
+    press(driver, "/")
+    press(driver, "mid" + ENTER)
+    until(lambda: labels(log) == [("none_of_the_classes", "hedgehog")] * 2 + [("label", "middle")])
+    assert errors(driver) == []
 
 
 def test_what_cannot_be_saved_says_why(driver: Driver, url: str, log: Log) -> None:

@@ -25,6 +25,8 @@ let answered = []; // the images with an answer, the last one last
 let sending = Promise.resolve(); // One label after the other, because the last one on an image counts.
 let latest = null; // the last search of the log
 let zoom = 1;
+let proposed = ""; // a text that is no class, until it is saved again
+const names = new Set(); // that were given here to what is none of the classes
 
 export function showReview({ models }) {
   const choice = element("review-model");
@@ -66,17 +68,17 @@ function turnTo(item) {
   const task = taskOf(model);
   const fitting = Object.keys(likely).filter((name) => likely[name] >= LIKELY);
   const why = decision === "accept" ? SPOT_CHECK : reason({ ...scores, checks, prediction_set: fitting }, decision, policy, model);
-  const names = task.choices(image, model);
+  const choices = task.choices(image, model);
   element("case-badge").dataset.decision = decision;
   element("case-badge").textContent = REASONS[decision];
   element("case-guess").textContent = `guess: ${task.guess(image, model)}`;
   element("case-reason").textContent = why;
   element("case-time").textContent = `${new Date(image.time).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" })} · ${image.model}`;
-  element("answers").replaceChildren(...names.map((name, index) => newAnswer(name, keyOf(name, index, names))));
-  element("answers").classList.toggle("short", names.every((name) => name.length < 4));
-  element("label-form").hidden = names.length > 0 && names.length === model.classes.length;
-  Object.assign(field, { value: "", type: task.field, step: "any", placeholder: task.field === "text" ? "another class" : task.guess(image, model) });
-  element("label-names").replaceChildren(...(task.field === "text" ? model.classes : []).map((name) => new Option(name)));
+  element("answers").replaceChildren(...choices.map((name, index) => newAnswer(name, keyOf(name, index, choices))));
+  element("answers").classList.toggle("short", choices.every((name) => name.length < 4));
+  const placeholder = choices.length === model.classes.length ? "something else: its name" : "another class, or a name";
+  Object.assign(field, { value: "", type: task.field, step: "any", placeholder: task.field === "text" ? placeholder : task.guess(image, model) });
+  element("label-names").replaceChildren(...(task.field === "text" ? [...model.classes, ...names] : []).map((name) => new Option(name)));
   show(current);
   (task.field === "text" ? stage : field).focus({ preventScroll: true });
 }
@@ -165,8 +167,13 @@ function submit(text) {
   const { image, model } = current;
   const task = taskOf(model);
   const label = text === "" ? task.guessed(image) : task.label(text, model);
-  if (label === undefined) say(`There is no class “${text}”, or several begin so.`);
-  else answer({ kind: "label", label }, String(text === "" ? task.guess(image, model) : label));
+  if (label === undefined && (names.has(text) || text === proposed)) {
+    names.add(text);
+    answer({ kind: "none_of_the_classes", label: text }, text);
+  } else if (label === undefined) {
+    proposed = text;
+    say(`No class is “${text}”, or several begin so. Save again to call it that: none of the classes.`);
+  } else answer({ kind: "label", label }, String(text === "" ? task.guess(image, model) : label));
 }
 
 function zoomTo(factor, x = 0.5, y = 0.5) {
@@ -183,7 +190,7 @@ function press(event) {
   if ((isTyping && key !== "escape") || repeat || altKey || ((ctrlKey || metaKey) && key !== "z")) return;
   if (key === "escape") stage.focus();
   else if (key === "enter" && !target.closest("button") && current) submit("");
-  else if (key === "/" && !element("label-form").hidden) field.focus();
+  else if (key === "/") field.focus();
   else if (key.length === 1) view.querySelector(`[data-key="${CSS.escape(key)}"]`)?.click();
   else return;
   event.preventDefault();
