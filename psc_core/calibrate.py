@@ -80,6 +80,7 @@ from psc_core.reviewed import (
     FEWEST,
     Kind,
     Reviewed,
+    cluster,
     fit_reviewed,
     moments_of,
     store_images,
@@ -404,6 +405,16 @@ class Learnt:
             "auroc_before": [*self.before.values()],
             "auroc_after": [*self.after.values()],
         }
+
+
+@torch.inference_mode()
+def clusters_of(model: FittedModel, images: ImageDataset) -> list[int]:
+    """Return the cluster of each reviewed image, see :func:`psc_core.reviewed.cluster`."""
+    scorer = model.pipeline.scorer
+    inputs, _, _ = _read(scorer, images, Compute(model.device))
+    density = copy.deepcopy(scorer.density).cpu()
+    found: list[int] = cluster(density, density.coordinates(inputs)).tolist()
+    return found
 
 
 def learn(

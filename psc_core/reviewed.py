@@ -31,7 +31,9 @@ from typing import ClassVar, Final, NamedTuple, cast
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
+from psc_core import linalg
 from psc_core.checks import REVIEWED
 from psc_core.data.dataset import ImageDataset
 from psc_core.density import Density, Extended, class_covariances, class_proportions
@@ -114,6 +116,29 @@ def fit_reviewed(
         found.append(Kind(names[kind], len(of_kind), day))
     together = torch.stack(directions, dim=1)
     return Reviewed(together, mean @ together, found)
+
+
+def cluster(density: Density, w: Float[Tensor, "n P"]) -> Int[Tensor, " n"]:
+    """Return the cluster of each image, from 0 and the largest first: Ward's, in features of unit variance.
+
+    Their number, at most one for :data:`FEWEST` images, is that of the largest mean silhouette (Rousseeuw 1987); of
+    fewer than two for which there are images enough, there is one.
+    """
+    from scipy.cluster.hierarchy import fcluster, linkage  # imported here, so that a service does not load it
+
+    features = w.double() @ linalg.inverse_root(moments_of(density).metric).root
+    apart, tree = torch.cdist(features, features), linkage(features.numpy(), "ward") if len(w) > 1 else None
+    best, chosen = -1.0, torch.zeros(len(w), dtype=torch.int64)
+    for count in range(2, len(w) // FEWEST + 1):
+        labels = torch.from_numpy(fcluster(tree, count, "maxclust")).long() - 1
+        members = functional.one_hot(labels).double()
+        sums, sizes = apart @ members, members.sum(0)
+        own = (sums * members).sum(1) / (sizes[labels] - 1).clamp(min=1)
+        others = torch.where(members > 0, torch.inf, sums / sizes).amin(1)
+        silhouette = float(((others - own) / torch.maximum(others, own).clamp(min=1e-12)).mean())
+        if len(sizes) > 1 and silhouette > best:
+            best, chosen = silhouette, sizes.argsort(descending=True, stable=True).argsort()[labels]
+    return chosen
 
 
 def store_images(reviewed: Reviewed, images: ImageDataset, w: Float[Tensor, "n P"]) -> Reviewed:

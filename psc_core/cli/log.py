@@ -8,9 +8,11 @@ needs torch is imported when images are read: help, the version and usage errors
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -49,6 +51,12 @@ def parser() -> argparse.ArgumentParser:
     )
     text = "prefix of each image's path (default: the log's place; in --out, of a folder, /data/local-files/?d=)"
     command.add_argument("--images", metavar="PREFIX", help=text)
+    text = (
+        "instead of unreviewed images those reviewed as none_of_the_classes without a name, in clusters of what this "
+        "bundle sees; --csv gets a name for each cluster, for people to correct"
+    )
+    command.add_argument("--clusters", type=Path, metavar="BUNDLE", help=text)
+    flags.add_model_flags(command)
     command = add("import", import_labels, "add the labels that people gave")
     text = "Label Studio's JSON or JSON-MIN, a CSV, or a folder with a folder of images for each class"
     command.add_argument("labels", type=Path, help=text)
@@ -69,6 +77,9 @@ def review(args: argparse.Namespace) -> None:
 
     if args.out is None and args.csv is None:
         raise UsageError("there is nothing to write; give --out FILE, --csv FILE or both")
+    if args.clusters is not None:
+        review_clusters(args)
+        return
     log = open_log(args.log)
     chosen = choose(log, read_labels(log), model=args.model, sampled=args.sample, limit=args.limit)
     if not chosen:
@@ -79,6 +90,35 @@ def review(args: argparse.Namespace) -> None:
             prefix = default_prefix(log) if args.images is None else args.images
             path.write_text(write(chosen, prefix), encoding="utf-8")
     print(f"{len(chosen)} images, {sum(each.is_sampled for each in chosen)} of them of the random sample")
+
+
+def review_clusters(args: argparse.Namespace) -> None:
+    """Write images reviewed as none of the classes, cluster by cluster, to a CSV that ``psc-log import`` takes."""
+    from psc_core.calibrate import clusters_of
+    from psc_core.log.labels import NONE_OF_THE_CLASSES, OF
+    from psc_core.log.review import path_prefix
+    from psc_core.log.sample import labelled_data, unknown_of
+    from psc_core.log.store import open_log
+    from psc_core.model import load_model
+
+    if args.csv is None or args.out is not None or args.sample:
+        raise UsageError("--clusters goes with --csv FILE, and without --out and --sample")
+    log = open_log(args.log)
+    prefix = path_prefix(log) if args.images is None else args.images
+    model = load_model(args.clusters, device=args.device, allow_factories=args.allow_factories)
+    images = [image for image in unknown_of(log, model, args.model) if image.label is None]
+    if not images:
+        raise UsageError(f"{args.log} has no image reviewed as none_of_the_classes without a name")
+    clusters = clusters_of(model, labelled_data(log, model, images))
+    rows = sorted(zip(clusters, images, strict=True), key=lambda row: row[0])
+    with args.csv.open("w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file)
+        lines.writerow(["image", "image_sha256", "day", "label"])
+        for at, image in rows:
+            label = f"{NONE_OF_THE_CLASSES}{OF}cluster {at + 1}"
+            lines.writerow([prefix + image.path, image.sha256, image.day.isoformat(), label])
+    sizes = ", ".join(str(count) for _, count in sorted(Counter(clusters).items()))
+    print(f"{len(images)} images in {max(clusters) + 1} clusters: {sizes}; give each its name in {args.csv}, import it")
 
 
 def import_labels(args: argparse.Namespace) -> None:

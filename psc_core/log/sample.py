@@ -115,7 +115,7 @@ def read_sample(
     return Sample(
         _labelled(log, model, of_class),
         torch.tensor([1 / image.probability for image in of_class], dtype=torch.float64),
-        {kind: _data(log, model, images) for kind, images in by_kind.items() if images},
+        {kind: labelled_data(log, model, images) for kind, images in by_kind.items() if images},
         (days[0], days[-1]),
         len(logged),
         sum(image.kind is not None for image in logged),
@@ -160,15 +160,21 @@ def read_unknown(
 
     The first kind is of those that nobody gave a name.
     """
+    found = unknown_of(log, model, name, since=since, until=until)
+    kinds = [NONE_OF_THE_CLASSES, *sorted({image.label for image in found if image.label is not None})]
+    labels = torch.tensor([kinds.index(image.label or NONE_OF_THE_CLASSES) for image in found], dtype=torch.int64)
+    images = replace(labelled_data(log, model, found), classes=tuple(kinds), labels=labels)
+    return images, [image.day.isoformat() for image in found]
+
+
+def unknown_of(
+    log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
+) -> list[LoggedLabel]:
+    """Return the labels of the logged images reviewed as none of the classes, in the order of their digests."""
     name = logged_model(log, name)
     rows = read_rows(log, name, days=days_of(log, name, since=since, until=until), columns=list(_COLUMNS))
     joined = images_of(join_labels(rows, read_labels(log), name), model.classes)
-    found = [image for image in joined if image.kind == NONE_OF_THE_CLASSES]
-    found.sort(key=lambda image: image.sha256)
-    kinds = [NONE_OF_THE_CLASSES, *sorted({image.label for image in found if image.label is not None})]
-    labels = torch.tensor([kinds.index(image.label or NONE_OF_THE_CLASSES) for image in found], dtype=torch.int64)
-    images = replace(_data(log, model, found), classes=tuple(kinds), labels=labels)
-    return images, [image.day.isoformat() for image in found]
+    return sorted((image for image in joined if image.kind == NONE_OF_THE_CLASSES), key=lambda image: image.sha256)
 
 
 def images_of(rows: Iterable[Any], classes: Collection[str] = ()) -> list[LoggedLabel]:
@@ -209,10 +215,10 @@ def reviewed_of(images: Iterable[LoggedLabel]) -> list[LoggedLabel]:
 def _labelled(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> ImageDataset:
     """Return images that show a class or a number, labelled with it."""
     said = [str(image.label) for image in images]
-    return model.task.relabelled(_data(log, model, images), said)
+    return model.task.relabelled(labelled_data(log, model, images), said)
 
 
-def _data(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> ImageDataset:
+def labelled_data(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> ImageDataset:
     source = LoggedImages(log, [image.path for image in images])
     labels = torch.zeros(len(images), dtype=torch.int64)
     return label_images(f"images of {log.where}", model.classes, source, labels, model.preprocess)

@@ -19,7 +19,7 @@ from psc_core.density import (
 from psc_core.density import extend_density as extend
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import PRESETS
-from psc_core.reviewed import FEWEST, STORED, fit_reviewed, store_images, with_enough
+from psc_core.reviewed import FEWEST, STORED, cluster, fit_reviewed, store_images, with_enough
 from tests.reference import reviewed as naive
 
 NAMES = ("none_of_the_classes", "hedgehog", "drone")
@@ -33,6 +33,18 @@ def fitted(kind: str, *, seed: int = 0, classes: int = 3, dim: int = 6) -> tuple
     features = torch.randn(120, dim, generator=generator) @ turn + centres[labels] + 5
     density = fit_density(Examples(features, labels, classes), kind=kind)
     return density, torch.randn(40, dim, generator=generator) @ turn + 4 * torch.randn(dim, generator=generator)
+
+
+def test_what_looks_alike_is_a_cluster() -> None:
+    density, _ = fitted("tied")
+    generator = torch.Generator().manual_seed(2)
+    kept = density.basis.shape[1]
+    centres = 9 * torch.randn(2, kept, generator=generator)
+    which = torch.tensor([0, 1, 1, 1] * 10)
+    w = centres[which] + torch.randn(40, kept, generator=generator)
+    assert torch.equal(cluster(density, w), 1 - which)  # The largest comes first.
+    assert cluster(density, w[:19]).unique().tolist() == [0] and len(cluster(density, w[:0])) == 0
+    assert cluster(density, w[:1].expand(30, kept)).unique().tolist() == [0]
 
 
 @pytest.mark.parametrize("kind", DENSITIES)

@@ -1,3 +1,5 @@
+import csv
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +11,7 @@ from psc_core.bundle import read_bundle
 from psc_core.cli import log as cli
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
+from psc_core.log.labels import read_answers
 from tests.conftest import ROOT
 from tests.logged import Logged, dimmed, png, write_log
 from tests.psc_core.cli.support import run
@@ -91,6 +94,31 @@ def test_extends_the_density(tiny_bundle: Path, data_root: Path, tmp_path: Path,
     assert {name for name in before if before[name] == after[name]} >= {"backbone.safetensors", "head.safetensors"}
     assert before["density.safetensors"] != after["density.safetensors"]
     assert "60 labelled images outside the random sample" in (tmp_path / "new" / "README.md").read_text()
+
+
+def test_what_nobody_named_comes_in_clusters(data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    clothes = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    kinds = clothes.first_labels().tolist()
+    of = {label: [i for i, kind in enumerate(kinds) if kind == label][:20] for label in (1, 9)}  # trousers and boots
+    images = [Logged(png(clothes.image(i)[0]), "none_of_the_classes") for i in (*of[1][:16], *of[9])]
+    images += [Logged(png(clothes.image(i)[0]), "none_of_the_classes", "trouser") for i in of[1][16:]]
+    write_log(tmp_path / "log", images)
+    bundle, file = str(ROOT / "artifacts" / "dirty-mnist-resnet18"), tmp_path / "to-name.csv"
+    words = ["review", str(tmp_path / "log"), "--clusters", bundle]
+    code, text, err = run(capsys, cli.main, [*words, "--csv", str(file)])
+    assert code == 0 and "36 images in 2 clusters: 20, 16" in text, (text, err)
+    lines = list(csv.DictReader(file.read_text().splitlines()))
+    boots = {hashlib.sha256(png(clothes.image(i)[0])).hexdigest() for i in of[9]}
+    assert {line["image_sha256"] for line in lines if line["label"] == "none_of_the_classes:cluster 1"} == boots
+    assert (tmp_path / "log") in Path(lines[0]["image"]).parents and Path(lines[0]["image"]).is_file()
+    answers = [answer.text for answer in read_answers(file)]
+    assert answers == ["none_of_the_classes:cluster 1"] * 20 + ["none_of_the_classes:cluster 2"] * 16
+    empty = write_log(tmp_path / "named", images[-4:])
+    code, _, err = run(capsys, cli.main, ["review", empty.where, *words[2:], "--csv", str(file)])
+    assert code == 2 and "no image reviewed as none_of_the_classes without a name" in err
+    for more in ([], ["--csv", str(file), "--sample"], ["--out", str(tmp_path / "tasks.json")]):
+        code, _, err = run(capsys, cli.main, [*words, *more])
+        assert code == 2 and ("nothing to write" in err or "goes with --csv FILE" in err)
 
 
 def test_learns_what_people_reviewed(data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
