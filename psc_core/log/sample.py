@@ -11,6 +11,7 @@ images that a person can put into a class.  Ambiguous images tend to be unusual,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
@@ -122,57 +123,63 @@ def read_sample(
     )
 
 
-def read_outside(
-    log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
-) -> ImageDataset:
-    """Return the logged images outside the random sample labelled with a class or a number, each once, labelled.
-
-    An image whose bytes are also in the random sample belongs to it.
-    """
-    name = logged_model(log, name)
-    days = days_of(log, name, since=since, until=until)
-    sample, others = set(), []
-    for batch in join_labels(read_rows(log, name, days=days, columns=[*_COLUMNS, "sampled"]), read_labels(log), name):
-        is_sampled = batch["sampled"].to_pylist()
-        sample |= {sha256 for sha256, is_in in zip(batch[SHA256].to_pylist(), is_sampled, strict=True) if is_in}
-        others.append(batch.filter(arrow().array([not is_in for is_in in is_sampled])))
-    logged = [image for image in images_of(others, model.classes) if image.sha256 not in sample]
+def read_outside(log: Log, model: FittedModel, name: str | None = None, **span: str | None) -> ImageDataset:
+    """Return the logged images outside the random sample labelled with a class or a number, each once, labelled."""
+    logged = _outside(log, model, name, **span)
     if not (of_class := [image for image in logged if image.kind == LABEL]):
         reviewed = sum(image.kind is not None for image in logged)
         raise UsageError(
-            f"of the {len(logged)} logged images of {name} in {log.where} outside the random sample {reviewed} are "
-            "reviewed and none of them has a label; label some (psc-log review without --sample): images of the random "
-            "sample calibrate, so they teach nothing"
+            f"of the {len(logged)} logged images of {logged_model(log, name)} in {log.where} outside the random sample "
+            f"{reviewed} are reviewed and none of them has a label; label some (psc-log review without --sample), or "
+            "leave out --extend-density: images of the random sample calibrate, so they extend nothing"
         )
-    return _labelled(log, model, sorted(of_class, key=lambda image: image.sha256))
+    return _labelled(log, model, of_class)
 
 
 def read_named(log: Log, wide: FittedModel, name: str | None = None, **span: str | None) -> ImageDataset:
     """Return the images outside the random sample that people named as the last class of ``wide``."""
-    images = read_outside(log, wide, name, **span)
-    return images.subset((images.first_labels() == len(wide.classes) - 1).nonzero()[:, 0])
+    logged, of = _outside(log, wide, name, **span), wide.classes[-1]
+    if not (named := [image for image in logged if image.kind == LABEL and image.label == of]):
+        others = Counter(image.label for image in logged if image.kind == NONE_OF_THE_CLASSES and image.label)
+        given = ", ".join(f"{label} ({count})" for label, count in others.most_common())
+        raise UsageError(
+            f"people named no image of {log.where} outside the random sample {of}; label some "
+            f"{NONE_OF_THE_CLASSES}:{of}, or give a name that they gave: {given or 'there is none'}"
+        )
+    return _labelled(log, wide, named)
+
+
+def _outside(log: Log, model: FittedModel, name: str | None, **span: str | None) -> list[LoggedLabel]:
+    """Return the images outside the random sample by digest; one whose bytes are also inside belongs to it."""
+    name = logged_model(log, name)
+    rows = read_rows(log, name, days=days_of(log, name, **span), columns=[*_COLUMNS, "sampled"])
+    sample, others = set(), []
+    for batch in join_labels(rows, read_labels(log), name):
+        is_sampled = batch["sampled"].to_pylist()
+        sample |= {sha256 for sha256, is_in in zip(batch[SHA256].to_pylist(), is_sampled, strict=True) if is_in}
+        others.append(batch.filter(arrow().array([not is_in for is_in in is_sampled])))
+    logged = (image for image in images_of(others, model.classes) if image.sha256 not in sample)
+    return sorted(logged, key=lambda image: image.sha256)
 
 
 def read_unknown(
-    log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
+    log: Log, model: FittedModel, name: str | None = None, **span: str | None
 ) -> tuple[ImageDataset, list[str]]:
     """Return the logged images reviewed as none of the classes, labelled with their kinds, and the day of each.
 
     The first kind is of those that nobody gave a name.
     """
-    found = unknown_of(log, model, name, since=since, until=until)
+    found = unknown_of(log, model, name, **span)
     kinds = [NONE_OF_THE_CLASSES, *sorted({image.label for image in found if image.label is not None})]
     labels = torch.tensor([kinds.index(image.label or NONE_OF_THE_CLASSES) for image in found], dtype=torch.int64)
     images = replace(labelled_data(log, model, found), classes=tuple(kinds), labels=labels)
     return images, [image.day.isoformat() for image in found]
 
 
-def unknown_of(
-    log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
-) -> list[LoggedLabel]:
+def unknown_of(log: Log, model: FittedModel, name: str | None = None, **span: str | None) -> list[LoggedLabel]:
     """Return the labels of the logged images reviewed as none of the classes, in the order of their digests."""
     name = logged_model(log, name)
-    rows = read_rows(log, name, days=days_of(log, name, since=since, until=until), columns=list(_COLUMNS))
+    rows = read_rows(log, name, days=days_of(log, name, **span), columns=list(_COLUMNS))
     joined = images_of(join_labels(rows, read_labels(log), name), model.classes)
     return sorted((image for image in joined if image.kind == NONE_OF_THE_CLASSES), key=lambda image: image.sha256)
 

@@ -666,6 +666,8 @@ def test_names_and_images_that_make_no_class(
     with pytest.raises(UsageError, match="a regression has no classes"):
         with_class(regression, "trouser")
     wide = with_class(shipped, "drone")
+    with pytest.raises(UsageError, match=r"outside the random sample drone; .*a name that they gave: trouser \(30\)"):
+        read_named(trousers_log, wide)
     none = wide, read_named(trousers_log, with_class(shipped, "trouser")).subset(torch.arange(4))
     with pytest.raises(UsageError, match="there are 4 images of drone, and a class needs 10; label 6 more"):
         recalibrate_from_sample(shipped, read_sample(trousers_log, wide), {}, named=none)
