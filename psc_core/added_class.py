@@ -47,7 +47,7 @@ class AddedClass(NamedTuple):
 
 def discriminant(w: Float[Tensor, "batch P"], means: Float[Tensor, "classes P"]) -> Float[Tensor, " batch"]:
     """Return ``g(m) − logsumexp_k g(m_k)``, m the last of the means."""
-    of_class = w.double() @ means.T - 0.5 * means.square().sum(1)
+    of_class = w.to(means.dtype) @ means.T - 0.5 * means.square().sum(1)
     return of_class[:, -1] - of_class[:, :-1].logsumexp(1)
 
 

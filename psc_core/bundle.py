@@ -355,6 +355,7 @@ def _plain(value: Any) -> str:
 
 MAX_MANIFEST_BYTES: Final = 16 << 20  # 100,000 classes and 1,000 layers take about 4 MiB
 MAX_DEPTH: Final = 32  # maximum nesting of lists and objects in a manifest
+EXPORTED: Final = "model.onnx"  # the file of a folder of psc-export, which is no bundle
 TRY_FOLDER: Final = "examples"  # the folder in a bundle with images to try; no digest covers it
 MAX_AXES: Final = 8  # maximum number of axes of a tensor
 
@@ -496,6 +497,8 @@ def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
 def _parse_manifest(path: Path) -> tuple[Manifest, str]:
     """Return the manifest, and the version computed from its content."""
     file = path / "manifest.json"
+    if (path / EXPORTED).exists() and not file.exists():
+        raise BundleError(f"{path} was written by psc-export and is no bundle; give the bundle that it came from")
     if not file.exists():
         raise BundleError(f"{path} is not a bundle, it has no manifest.json; make one with psc-fit")
     text = _read_file(path, file.name, MAX_MANIFEST_BYTES)

@@ -215,7 +215,7 @@ class ClasswiseDensity(Density):
 
     def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
         batch = max(1, SERVE_ELEMENTS // self.centres.numel())
-        if len(w) > batch:
+        if w.shape[0] > batch:  # not len, which torch.export would keep
             return torch.cat([self.class_distances(part) for part in torch.split(w, batch)])
         # Float64 up to here, where it cancels; the product does not, and float32 takes half the memory.
         differences = (w - self.centres[:, None]).float()
@@ -292,9 +292,8 @@ class RelativeDensity(TiedDensity):
 
         The difference is taken in float64: far from the data both terms are large and nearly equal.
         """
-        wide = w.double()
-        background = self.background_constant - 0.5 * (wide @ self.background.double()).square().sum(dim=1)
-        distances = torch.cdist(wide, self.centres.double(), compute_mode="donot_use_mm_for_euclid_dist").square()
+        background = self.background_constant - 0.5 * (w @ self.background.to(w.dtype)).square().sum(dim=1)
+        distances = torch.cdist(w, self.centres, compute_mode="donot_use_mm_for_euclid_dist").square()
         return (self.constants - 0.5 * distances - background[:, None]).float()
 
 

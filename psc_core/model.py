@@ -307,6 +307,21 @@ class FittedModel:
             files["stored_images"], fields["stored_images"] = stored.tensors(), stored.sizes
         return write_bundle(Path(path), fields, files, backbone.onnx)
 
+    @own_state()
+    def export(self, path: str | Path, images: Sequence[ImageLike] = ()) -> None:
+        """Write an ONNX file that answers as this model does, with a README, to the folder ``path``.
+
+        The first 64 ``images``, in any form that :meth:`predict` takes, travel along with their answers, as proof for
+        ``psc-export --check``; noise takes their place where there are fewer.
+
+        Raises:
+            NetworkError: If the network cannot be exported to ONNX, or gives other answers there.
+            UsageError: If the network computes in bfloat16.
+        """
+        from psc_core.export import export_model  # imported here, so that services load no exporting code
+
+        export_model(self, Path(path), images)
+
     @classmethod
     @own_state()
     def load(

@@ -67,7 +67,8 @@ class Embedding(NamedTuple):
 
 
 def average_positions(features: Float[Tensor, "batch channels _"]) -> Float[Tensor, "batch channels"]:
-    return features.float().mean(2)
+    # OpenVINO 2026.4 computes the difference that follows a mean wrongly unless the mean keeps its axis.
+    return features.float().mean(2, keepdim=True).squeeze(2)
 
 
 def _joined(parts: Sequence[Float[Tensor, "batch _"]]) -> Float[Tensor, "batch _"]:
@@ -306,7 +307,7 @@ def pipeline_on(model: FittedModel, backend: Backend) -> Pipeline:
     if not INSTALLED:
         raise NetworkError("the backend onnx needs ONNX Runtime; pip install 'psc[onnx]'")
     pipeline = model.pipeline.with_backbone(to_onnx(model.backbone, model.preprocess.shape))
-    images = _smooth_noise(model.preprocess)
+    images = smooth_noise(model.preprocess)
     with torch.inference_mode():
         check_agreement(model, model.outputs(model.pipeline(images)), model.outputs(pipeline(images)))
     return pipeline
@@ -322,7 +323,7 @@ def storable_backbone(model: FittedModel, *, graph: bool) -> Backbone:
     outputs = len(kept.layers) + kept.keep_output
     body = restore_body(export_here(kept, model.preprocess.shape), model.preprocess.shape, outputs=outputs)
     stored = onnx_backbone(body, kept.layers, keep_output=kept.keep_output)
-    images = _smooth_noise(model.preprocess) if model.trial is None else model.trial
+    images = smooth_noise(model.preprocess) if model.trial is None else model.trial
     with torch.inference_mode():
         calibrated = model.pipeline(images.to(model.device)).cpu()
         other = copy.deepcopy(model.pipeline).cpu().with_backbone(stored)(images)
@@ -368,12 +369,12 @@ def check_agreement(model: FittedModel, calibrated: Outputs[Tensor], other: Outp
             )
 
 
-def _smooth_noise(preprocess: Preprocess) -> Tensor:
+def smooth_noise(preprocess: Preprocess, count: int = _CHECKED_IMAGES) -> Tensor:
     """Return ``uint8`` images of noise, from coarse to fine, the same on every call."""
     generator = torch.Generator().manual_seed(0)
     images = []
-    for index in range(_CHECKED_IMAGES):
-        cells = 1 + index * (min(preprocess.height, preprocess.width) - 1) // (_CHECKED_IMAGES - 1)
+    for index in range(count):
+        cells = 1 + index * (min(preprocess.height, preprocess.width) - 1) // (count - 1)
         coarse = torch.randint(0, 256, (1, preprocess.channels, cells, cells), generator=generator).float()
         images.append(torch.nn.functional.interpolate(coarse, (preprocess.height, preprocess.width), mode="bilinear"))
     return torch.cat(images).round().to(torch.uint8)

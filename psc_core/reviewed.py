@@ -82,7 +82,7 @@ class Reviewed(Fitted):
 
     def forward(self, w: Float[Tensor, "batch P"]) -> Float[Tensor, "batch J"]:
         """Return the value of each kind."""
-        return (w.double() @ self.directions - self.offsets).float()
+        return (w.to(self.directions.dtype) @ self.directions - self.offsets).float()
 
     def largest(self, w: Float[Tensor, "batch P"]) -> Float[Tensor, " batch"]:
         """Return the value of the check."""

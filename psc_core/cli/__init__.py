@@ -16,6 +16,7 @@ _DOES: Final = {
     "predict": "send images to a service",
     "eval": "measure a bundle on images of your own",
     "score": "write the answers to many images",
+    "export": "write a bundle's decision as one ONNX file",
     "report": "write the report of a bundle again",
     "log": "list, label and export what a service has logged",
     "recalibrate": "compute new thresholds from labelled images",

@@ -82,6 +82,7 @@ class DeepVecchiaHead(RegressionHead):
     """
 
     kind = "dve"
+    has_graph = False  # ONNX solves no linear equations
     reads_layers = True
     layout: ClassVar = {
         "center": ("dim",),

@@ -356,7 +356,7 @@ class TemperatureHead(ClassifierHead):
 
     def forward(self, z: Float[Tensor, "batch classes"]) -> ClassifierOutput:
         logits = z / self.temperature
-        return ClassifierOutput(logits.softmax(1), logits.new_zeros(len(logits)), -logits.logsumexp(1))
+        return ClassifierOutput(logits.softmax(1), torch.zeros_like(logits[:, 0]), -logits.logsumexp(1))
 
     def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
         if output is None:

@@ -86,7 +86,7 @@ def export_here(backbone: Backbone, size: Size) -> bytes:
     """Export a network in this process and return the ONNX model, for any number of images."""
     needs("a network that no name builds is stored as an ONNX graph, which", "onnx", *PACKAGES, error=NetworkError)
     try:
-        with _silence(), torch.inference_mode(False):
+        with silent(), torch.inference_mode(False):
             return _exported(_without_stop(copy.deepcopy(backbone).cpu()), size)
     except Exception as error:  # the network's own code may raise any error
         cause: BaseException = error
@@ -99,7 +99,7 @@ def export_here(backbone: Backbone, size: Size) -> bytes:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Drop what PyTorch says while it exports: of a network that it cannot hold, it prints the graph, by pages."""
     shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     shapes.addFilter(_drop)

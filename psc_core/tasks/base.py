@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Literal, NamedT
 import numpy as np
 import numpy.typing as npt
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
@@ -79,6 +79,16 @@ def pack(
     return torch.cat([*(scores[name][:, None] for name in names), probabilities, *check_p_values], dim=1)
 
 
+def count_p_values(
+    ascending: Float[Tensor, "*checks n"], ood_score: Float[Tensor, "*checks batch"]
+) -> Float[Tensor, "*checks batch"]:
+    """Return :func:`.conformal_p_values` in operations that an exported graph has."""
+    above = (ascending[..., None, :] >= ood_score[..., None]).float().sum(-1)
+    return (1 + above) / (ascending.shape[-1] + 1)
+
+
+GRAPH_ROUNDING: Final = 1e-3  # of a rank, because a graph's thresholds are float32
+
 AnyDecisions = TypeVar("AnyDecisions", bound="BaseDecisions")
 
 
@@ -136,6 +146,9 @@ class BaseDecisions:
 class BaseCalibration(ABC):
     """Scores of n calibration images, float32, each sorted separately, by which a policy becomes decisions."""
 
+    decision_names: ClassVar[tuple[str, ...]]  # of :meth:`decide`
+    graph_inputs: ClassVar[tuple[str, ...]]  # thresholds of the policy that an exported graph takes
+
     ood_scores: Float[Tensor, " n"]  # OOD scores, ascending, nats
 
     def __len__(self) -> int:
@@ -171,6 +184,21 @@ class BaseCalibration(ABC):
     @abstractmethod
     def decide(self, outputs: Outputs[FloatArray], policy: Any) -> BaseDecisions:
         """Return the decisions on n images under a policy of the task."""
+
+    @abstractmethod
+    def decide_in_graph(
+        self, scores: Mapping[str, Tensor], probabilities: Tensor, given: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the fields of :meth:`decide`, and others, in operations that an exported graph has."""
+
+    def is_ood_in_graph(self, p_value: Float[Tensor, " batch"], alpha: Float[Tensor, ""]) -> Bool[Tensor, " batch"]:
+        """Return :meth:`is_ood`, likewise."""
+        rank = torch.floor(alpha * (len(self) + 1) + GRAPH_ROUNDING)
+        return p_value <= (rank + 0.5) / (len(self) + 1)
+
+    def rank_in_graph(self, coverage: Float[Tensor, ""]) -> Int[Tensor, ""]:
+        """Return the rank of the conformal quantile, likewise."""
+        return torch.ceil(coverage * (len(self) + 1) - GRAPH_ROUNDING).long().clamp(1, len(self))
 
     @abstractmethod
     def quantile(self, coverage: float) -> float:

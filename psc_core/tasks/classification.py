@@ -132,6 +132,9 @@ def _most_probable(probabilities: FloatArray, classes: Sequence[str], count: int
 
 @dataclass(frozen=True)
 class Calibration(BaseCalibration):
+    decision_names = CLASSIFICATION_DECISIONS
+    graph_inputs = ("alpha", "ambiguity_threshold", "coverage")
+
     entropies: Float[Tensor, " n"]  # predictive entropies, ascending, nats
     error_bounds: Float[Tensor, " n"]  # of images with at most this entropy, at most this fraction is wrong
     label_probabilities: Float[Tensor, " n"]  # of the true label, ascending
@@ -155,6 +158,24 @@ class Calibration(BaseCalibration):
             confidence=probabilities[images, class_index],
             prediction_set=prediction_set,
         )
+
+    def decide_in_graph(
+        self, scores: Mapping[str, Tensor], probabilities: Tensor, given: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        smallest = self.label_probabilities[len(self) - self.rank_in_graph(given["coverage"])]
+        confidence, class_index = probabilities.max(dim=1)
+        is_best = torch.arange(self.num_classes) == class_index[:, None]
+        is_ood = self.is_ood_in_graph(scores["ood_p_value"], given["alpha"])
+        is_clear = scores["predictive_entropy"] <= given["ambiguity_threshold"]
+        decision = torch.where(is_ood, ABSTAIN_OOD, torch.where(is_clear, CODE_ACCEPT, ABSTAIN_AMBIGUOUS))
+        return {
+            "probabilities": probabilities,
+            "class_index": class_index,
+            "confidence": confidence,
+            "is_ood": is_ood,
+            "decision": decision,
+            "prediction_set": (probabilities >= smallest) | is_best,
+        }
 
     def check_classes(self, count: int) -> None:
         if self.num_classes != count:

@@ -97,6 +97,9 @@ class Decisions(BaseDecisions):
 
 @dataclass(frozen=True)
 class Calibration(BaseCalibration):
+    decision_names = REGRESSION_DECISIONS
+    graph_inputs = ("alpha", "max_width", "coverage")
+
     residuals: Float[Tensor, " n"]  # |y − μ| / σ, ascending
 
     def decide(self, outputs: Outputs[FloatArray], policy: RegressionPolicy) -> Decisions:
@@ -110,6 +113,17 @@ class Calibration(BaseCalibration):
                 decision[~(upper - lower <= policy.max_width)] = ABSTAIN_UNCERTAIN
         decision[is_ood] = ABSTAIN_OOD
         return Decisions(is_ood=is_ood, decision=decision, lower=lower, upper=upper)
+
+    def decide_in_graph(
+        self, scores: Mapping[str, Tensor], probabilities: Tensor, given: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        deviation = (scores["aleatoric"].square() + scores["epistemic"].square()).sqrt()
+        half = self.residuals[self.rank_in_graph(given["coverage"]) - 1] * deviation
+        lower, upper = scores["mean"] - half, scores["mean"] + half
+        is_ood = self.is_ood_in_graph(scores["ood_p_value"], given["alpha"])
+        is_narrow = upper - lower <= given["max_width"]
+        decision = torch.where(is_ood, ABSTAIN_OOD, torch.where(is_narrow, CODE_ACCEPT, ABSTAIN_UNCERTAIN))
+        return {"lower": lower, "upper": upper, "is_ood": is_ood, "decision": decision}
 
     def quantile(self, coverage: float) -> float:
         """Return q, half the width of an interval in standard deviations."""

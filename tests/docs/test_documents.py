@@ -19,6 +19,7 @@ from benchmarks.report import SECTIONS, section, updated
 from benchmarks.runs import RESULTS
 from psc_core.cli.evaluate import parser as eval_parser
 from psc_core.cli.evaluate import report_parser as report_parser
+from psc_core.cli.export import parser as export_parser
 from psc_core.cli.fit import parser as fit_parser
 from psc_core.cli.log import parser as log_parser
 from psc_core.cli.log import recalibrate_parser as recalibrate_parser
@@ -39,6 +40,7 @@ DOCUMENTS = sorted(
 )
 PARSERS = {
     "psc-fit": fit_parser, "psc-eval": eval_parser, "psc-score": score_parser, "psc-report": report_parser,
+    "psc-export": export_parser,
     "psc-log": log_parser, "psc-recalibrate": recalibrate_parser, "psc-replay": replay_parser,
     "psc-serve": serve_parser, "psc-predict": predict_parser,
 }  # fmt: skip

@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from psc_core import PRESETS, PSC, PSCRegressor, open_dataset
+from psc_core import PRESETS, PSC, PSCRegressor, load_model, open_dataset
 from psc_core.answers import CLASSIFICATION_DECISIONS
 from psc_core.bundle import GRAPH, MAX_ARGUMENT, MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES, PARTS, Manifest
 from psc_core.density import DENSITIES, class_values
-from psc_core.errors import BundleError
+from psc_core.errors import BundleError, UsageError
+from psc_core.export import RUNTIMES, export_graph
 from psc_core.heads import dve, sngp
 from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
@@ -142,6 +143,38 @@ def images(data_root: Path) -> torch.Tensor:
     ]
     noise = torch.randint(0, 256, (8, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return torch.cat([*parts, noise, torch.zeros_like(noise[:1])])
+
+
+EXPORTED = ["pooled++-laplace", "reviewed", "added", *(name for name in CLASSIFICATION if name != "gda++-duq")]
+"""That one's probabilities change by 10⁻³ with the rounding of its network, which no graph of it may do."""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [*EXPORTED, "blr", "original"])
+def test_an_exported_graph_agrees(
+    bundles: dict[str, Path], regressions: dict[str, Path], images: torch.Tensor, tmp_path: Path, name: str
+) -> None:
+    model = load_model({**regressions, **bundles}[name], device="cpu", allow_factories=ALLOW)
+    (tmp_path / "model.onnx").write_bytes(export_graph(model).SerializeToString())
+    ours = model.outputs(model.compute(images).packed.numpy())
+    decisions = model.decide(ours)
+    for runtime, start in RUNTIMES.items():
+        answers = start(tmp_path / "model.onnx")(images.permute(0, 2, 3, 1).numpy())
+        for score in set(ours.scores) & set(answers) - {"ood_p_value"}:
+            np.testing.assert_allclose(answers[score], ours[score], rtol=2e-4, atol=2e-3, err_msg=f"{runtime} {score}")
+        assert np.abs(answers["ood_p_value"] - ours["ood_p_value"]).max() <= 1.01 / (len(model.calibration) + 1)
+        if model.num_probabilities:
+            limit = 1e-3 if model.pipeline.scorer.head.kind == "duq" else 1e-4  # k^γ with a large γ
+            assert np.abs(answers["probabilities"] - ours.probabilities).max() < limit
+        equal = np.abs(answers["ood_p_value"] - ours["ood_p_value"]) < 1e-6
+        assert equal.mean() > 0.7  # Some of the images have calibrated, and are as unusual as themselves.
+        assert (answers["decision"] == decisions.decision)[equal].mean() > 0.98
+
+
+def test_what_has_no_graph_is_refused(regressions: dict[str, Path]) -> None:
+    dve = load_model(regressions["dve"], device="cpu", allow_factories=ALLOW)
+    with pytest.raises(UsageError, match="ONNX lacks operations of the head 'dve'"):
+        export_graph(dve)
 
 
 @pytest.mark.thorough

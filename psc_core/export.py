@@ -1,0 +1,326 @@
+"""A bundle's decision as one ONNX file: pixels in; scores, prediction set or interval, and decision out.
+
+    images uint8 (n, h, w, c) ─▶ standardise ─▶ network ─▶ everything after it
+                                 four nodes     its graph   :class:`Answers`, exported by PyTorch
+
+Three graphs become one.  Everything after the network is float32 there, though the service computes up to the
+difference from a class mean in float64; :func:`check` says what that costs.  Binary searches, which ONNX has not, are
+counts.  Where a threshold is an input with a default, a caller may give another.
+
+A folder has the graph, :data:`VECTORS` with images and their answers by the bundle, and a README.  :func:`check` sends
+these images through every runtime that is installed.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from psc_core.bundle import EXPORTED
+from psc_core.checks import check_values
+from psc_core.errors import BundleError, NetworkError, UsageError, needs
+from psc_core.images import SUFFIXES
+from psc_core.images.files import files_below
+from psc_core.images.preprocess import ImageLike, as_batch
+from psc_core.model import FittedModel
+from psc_core.network.export import silent
+from psc_core.network.onnx import PACKAGES
+from psc_core.network.onnx_graph import remove_notes
+from psc_core.pipeline import smooth_noise, storable_backbone
+from psc_core.tasks.base import count_p_values
+from psc_core.text import align
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+GRAPH: Final = EXPORTED
+VECTORS: Final = "vectors.safetensors"
+README: Final = "README.md"
+PIXELS: Final = "images"  # the input
+METADATA: Final = "psc"  # the key of what the graph says of itself, in JSON
+VECTOR_IMAGES: Final = 64
+CLOSE: Final = {"probabilities": 1e-4, "ood_p_value": 1e-3}  # what two runtimes may differ by
+NEAR: Final = 1e-3  # p-values as close to a threshold may be decided otherwise
+
+
+class Answers(nn.Module):
+    """Everything after the network, in float32 and in operations that ONNX has."""
+
+    def __init__(self, model: FittedModel) -> None:
+        super().__init__()
+        self.pipeline = copy.deepcopy(model.pipeline).cpu().float()
+        self.calibration, self.keeps_output = model.calibration, model.backbone.keep_output
+
+    def forward(self, features: Sequence[Tensor], thresholds: Sequence[Tensor]) -> dict[str, Tensor]:
+        *layers, last = features
+        layers, output = (layers, last) if self.keeps_output else ([*layers, last], None)
+        scorer, checks = self.pipeline.scorer, self.pipeline.checks
+        scored = scorer.score(scorer.embedding(layers, output))
+        found = {name: scored.scores[name] for name in scorer.head.score_names if name in scored.scores}
+        if checks is None:
+            found["ood_score"] = -scored.scores["log_density"]
+        else:
+            values = check_values(checks.names, scored.scores).T
+            line = (checks.ascending[:, None] <= values[..., None]).long().sum(2)
+            start, value, slope = checks.pieces.gather(1, line[..., None].expand(-1, -1, 3)).unbind(2)
+            log_p = value + slope * (values - start)
+            found["ood_score"] = -(log_p - checks.log_below).clamp(max=0).sum(0)
+            found["checks"] = count_p_values(checks.calibration, values).T
+        found["ood_p_value"] = count_p_values(self.pipeline.calibration_scores, found["ood_score"])
+        given = dict(zip(self.calibration.graph_inputs, thresholds, strict=True))
+        return found | self.calibration.decide_in_graph(found, scored.probabilities, given)
+
+
+def export_graph(model: FittedModel) -> ModelProto:
+    """Return the graph of a fitted model."""
+    needs("an ONNX graph", "onnx", *PACKAGES, error=NetworkError)
+    from onnx import compose, load_from_string, version_converter
+
+    if model.pipeline.scorer.precision != "fp32":
+        raise UsageError("an ONNX graph computes in float32, and this model in bfloat16; fit it with precision fp32")
+    if not (head := model.pipeline.scorer.head).has_graph:
+        raise UsageError(f"ONNX lacks operations of the head {head.kind!r}; fit the model with another head")
+    network = load_from_string(storable_backbone(model, graph=True).onnx or b"")
+    after = _exported(model)
+    opset = next(each.version for each in after.opset_import if not each.domain)
+    try:
+        if any(each.version != opset for each in network.opset_import if not each.domain):
+            network = version_converter.convert_version(network, opset)
+        before = _standardising(model, opset)
+        for graph in (before, network, after):
+            graph.ir_version = max(each.ir_version for each in (network, after))
+        pixels = [(before.graph.output[0].name, f"network/{network.graph.input[0].name}")]
+        network = compose.merge_models(before, compose.add_prefix(network, "network/"), pixels)
+        features = [each.name for each in network.graph.output]
+        names = [each.name for each in after.graph.input][: len(features)]
+        found: ModelProto = compose.merge_models(network, after, list(zip(features, names, strict=True)))
+    except Exception as error:  # the packages' errors have no common base class
+        raise NetworkError(f"the graphs of {model.name} do not fit together: {str(error)[:300]}") from error
+    remove_notes(found)
+    _give_defaults(found, model)
+    return found
+
+
+def _exported(model: FittedModel) -> ModelProto:
+    """Return the graph of :class:`Answers`, whose inputs are the features and then the thresholds."""
+    from onnx import compose, helper
+
+    scorer = model.pipeline.scorer
+    with torch.inference_mode():
+        features, output = scorer.features(scorer.standardise(smooth_noise(model.preprocess, 2).to(model.device)))
+    examples = [each.float().cpu().clone() for each in (*features, *([] if output is None else [output]))]
+    thresholds = [torch.tensor(float(value)) for value in _defaults(model).values()]
+    any_number = [{0: torch.export.Dim.DYNAMIC}] * len(examples), [None] * len(thresholds)
+    answers = Answers(model).eval()
+    with silent(), torch.inference_mode(False), torch.no_grad():
+        try:
+            names = list(answers([each.clone() for each in examples], thresholds))
+            program = torch.onnx.export(
+                answers, (examples, thresholds), dynamo=True, dynamic_shapes=any_number, verbose=False,
+                input_names=[*(f"features_{at}" for at in range(len(examples))), *_defaults(model)],
+                custom_translation_table={torch.ops.aten._cdist_forward.default: _distances},
+            )  # fmt: skip
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise NetworkError(f"{model.name} cannot be exported to ONNX: {reason[:300]}") from error
+    assert program is not None
+    found: ModelProto = compose.add_prefix(program.model_proto, "answers/", rename_inputs=False)
+    for name, output in zip(names, found.graph.output, strict=True):
+        found.graph.node.append(helper.make_node("Identity", [output.name], [name]))
+        output.name = name
+    return found
+
+
+def _distances(x: Any, y: Any, p: float = 2.0, mode: int | None = None) -> Any:
+    """Translate ``torch.cdist``, which has no counterpart in ONNX: from differences, as all of PSC."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+    first, second, third = (op.Constant(value_ints=[axis]) for axis in range(3))
+    return op.Sqrt(op.ReduceSumSquare(op.Sub(op.Unsqueeze(x, second), op.Unsqueeze(y, first)), third, keepdims=0))
+
+
+def _standardising(model: FittedModel, opset: int) -> ModelProto:
+    from onnx import TensorProto, helper, numpy_helper
+
+    scale, shift = (part.numpy() for part in model.preprocess.scale_and_shift())
+    channels, height, width = model.preprocess.shape
+    nodes = [
+        helper.make_node("Transpose", [PIXELS], ["before/planes"], perm=[0, 3, 1, 2]),
+        helper.make_node("Cast", ["before/planes"], ["before/floats"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["before/floats", "before/scale"], ["before/scaled"]),
+        helper.make_node("Add", ["before/scaled", "before/shift"], ["before/inputs"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "psc",
+        [helper.make_tensor_value_info(PIXELS, TensorProto.UINT8, ["n", height, width, channels])],
+        [helper.make_tensor_value_info("before/inputs", TensorProto.FLOAT, ["n", channels, height, width])],
+        [numpy_helper.from_array(part, f"before/{name}") for name, part in (("scale", scale), ("shift", shift))],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+
+
+def _defaults(model: FittedModel) -> dict[str, float]:
+    """Return the thresholds by input; what a policy leaves open is no limit."""
+    policy = model.policy.model_dump()
+    values = {name: policy[name] for name in model.calibration.graph_inputs}
+    return {name: float(np.finfo(np.float32).max) if value is None else value for name, value in values.items()}
+
+
+def _give_defaults(graph: ModelProto, model: FittedModel) -> None:
+    """Make the thresholds optional, and let the graph say what a program needs to know of it."""
+    from onnx import helper, numpy_helper
+
+    for name, value in _defaults(model).items():
+        graph.graph.initializer.append(numpy_helper.from_array(np.array(value, np.float32), name))
+    described = {
+        "name": model.name,
+        "version": model.version,
+        "task": model.task.name,
+        "classes": list(model.classes),
+        "decisions": list(model.calibration.decision_names),
+        "checks": list(model.checks),
+        "policy": model.policy.model_dump(),
+        "preprocess": model.preprocess.to_json(),
+    }
+    helper.set_model_props(graph, {METADATA: json.dumps(described)})
+    graph.producer_name, graph.doc_string = "psc", ""
+
+
+def images_below(folder: Path, *, must: bool = True) -> list[str]:
+    """Return the first image files below a folder, which may be missing unless it ``must`` have some."""
+    found = [file for file in sorted(files_below(folder)) if file.lower().endswith(SUFFIXES)] if folder.is_dir() else []
+    if must and not found:
+        raise UsageError(f"there are no images below {folder}; give a folder with some, or leave it out")
+    return found[:VECTOR_IMAGES]
+
+
+def export_model(model: FittedModel, folder: Path, images: Sequence[ImageLike] = ()) -> None:
+    """Write graph, images with their answers, and README to ``folder``; noise fills the images up."""
+    graph = export_graph(model).SerializeToString()
+    given = model.preprocess.to_pixels(as_batch(images[:VECTOR_IMAGES], model.preprocess))
+    pixels = torch.cat([given, smooth_noise(model.preprocess, VECTOR_IMAGES)])[:VECTOR_IMAGES]
+    outputs = model.compute(pixels)
+    decisions = model.decide(model.outputs(outputs.packed.numpy()))
+    answers = {name: outputs[name] for name in outputs.scores} | {"probabilities": outputs.probabilities}
+    answers |= {name: torch.as_tensor(value) for name, value in vars(decisions).items()}
+    if model.checks:
+        answers["checks"] = outputs.check_p_values
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / GRAPH).write_bytes(graph)
+    vectors = {PIXELS: pixels.permute(0, 2, 3, 1), "alpha": torch.tensor(model.policy.alpha), **answers}
+    (folder / VECTORS).write_bytes(save({name: each.contiguous() for name, each in vectors.items()}))
+    (folder / README).write_text(_readme(model), encoding="utf-8")
+
+
+def _readme(model: FittedModel) -> str:
+    channels, height, width = model.preprocess.shape
+    inputs = ", ".join(f"`{name}` ({value:.6g})" for name, value in _defaults(model).items())
+    return f"""# {model.name}
+
+`{GRAPH}` answers as the bundle {model.version} does, without PSC.
+
+* Input `{PIXELS}`: uint8 (n, {height}, {width}, {channels}), resized and cropped as `preprocess` in the metadata says.
+* Thresholds, inputs that may be left out: {inputs}.
+* Output `decision`: a position in `decisions` of the metadata. The other outputs are named as in the service's answers.
+* `psc-export --check .` compares the runtimes of a machine on `{VECTORS}`.
+
+```python
+import json, numpy, onnxruntime
+
+onnxruntime.set_default_logger_severity(3)  # It warns of every input with a default.
+session = onnxruntime.InferenceSession("{GRAPH}")
+about = json.loads(session.get_modelmeta().custom_metadata_map["{METADATA}"])
+names = [output.name for output in session.get_outputs()]
+answers = dict(zip(names, session.run(None, {{"{PIXELS}": numpy.zeros((1, {height}, {width}, {channels}), "uint8")}})))
+print(about["decisions"][answers["decision"][0]], answers["ood_p_value"][0])
+```
+"""
+
+
+Run = Callable[[npt.NDArray[np.uint8]], Mapping[str, npt.NDArray[Any]]]
+
+
+def _onnx_runtime(graph: Path) -> Run:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # It warns of every input with a default.
+    session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return lambda images: dict(zip(names, session.run(None, {PIXELS: images}), strict=True))
+
+
+def _openvino(graph: Path) -> Run:
+    import openvino
+
+    compiled = openvino.Core().compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return lambda images: {name: value for out, value in compiled({PIXELS: images}).items() for name in out.names}
+
+
+RUNTIMES: Final[Mapping[str, Callable[[Path], Run]]] = {"onnxruntime": _onnx_runtime, "openvino": _openvino}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a runtime answers beside the bundle."""
+
+    runtime: str
+    decisions: int  # number of other decisions, but for p-values :data:`NEAR` a threshold
+    apart: Mapping[str, float]  # largest difference by output
+    images: int
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the differences are as small as they should be."""
+        return not self.decisions and all(self.apart.get(name, 0) <= limit for name, limit in CLOSE.items())
+
+    def row(self) -> list[str]:
+        numbers = (f"{self.apart[name]:.1e}" if name in self.apart else "" for name in (*CLOSE, "log_density"))
+        return [self.runtime, f"{self.decisions} of {self.images}", *numbers, "equal" if self.agrees else "◀ DIFFERS"]
+
+
+def check(folder: Path) -> list[Compared]:
+    """Compare each installed runtime with the answers that travel along."""
+    try:
+        vectors = {name: each.numpy() for name, each in load_file(folder / VECTORS).items()}
+    except (OSError, SafetensorError) as error:
+        raise BundleError(f"{folder} is no exported folder: {error}; export the bundle again") from error
+    if PIXELS not in vectors or not (folder / GRAPH).is_file():
+        raise BundleError(f"{folder} lacks {PIXELS} in {VECTORS}, or {GRAPH}; export the bundle again")
+    installed = [name for name in RUNTIMES if importlib.util.find_spec(name)]
+    return [_compare(name, folder / GRAPH, vectors) for name in installed]
+
+
+def _compare(runtime: str, graph: Path, vectors: Mapping[str, npt.NDArray[Any]]) -> Compared:
+    try:
+        answers = RUNTIMES[runtime](graph)(vectors[PIXELS])
+    except Exception as error:  # a runtime's errors have no common base class
+        raise NetworkError(f"{runtime} cannot run {GRAPH}: {str(error)[:300]}") from error
+    shared = {name: answers[name] for name in vectors if name in answers and vectors[name].size}
+    floats = [name for name in shared if vectors[name].dtype == np.float32]
+    apart = {name: float(np.abs(shared[name].astype(float) - vectors[name]).max()) for name in floats}
+    others = shared["decision"] != vectors["decision"]
+    others &= np.abs(vectors["ood_p_value"] - vectors["alpha"]) > NEAR
+    return Compared(runtime, int(others.sum()), apart, len(others))
+
+
+def table(compared: Sequence[Compared]) -> str:
+    """Return one line for each runtime."""
+    if not compared:
+        return f"no runtime is installed of {', '.join(RUNTIMES)}; pip install onnxruntime"
+    head = ["runtime", "other decisions", *(f"{name} apart" for name in (*CLOSE, "log_density")), ""]
+    return "\n".join(align([head, *(each.row() for each in compared)]))

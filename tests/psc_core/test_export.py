@@ -1,0 +1,178 @@
+"""A bundle as one ONNX file, in the runtimes that people run it with."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from psc_core.bundle import read_bundle
+from psc_core.cli import export as cli
+from psc_core.data.open import open_dataset
+from psc_core.errors import BundleError, UsageError
+from psc_core.export import GRAPH, PIXELS, README, RUNTIMES, VECTORS, check, export_graph, table
+from psc_core.images.preprocess import PRESETS
+from psc_core.model import FittedModel, load_model
+from tests.conftest import ROOT
+from tests.psc_core.cli.support import run
+
+BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
+
+
+@pytest.fixture(scope="module")
+def model() -> FittedModel:
+    return load_model(BUNDLE, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped bundle, exported by the command."""
+    out = tmp_path_factory.mktemp("exported") / "digits"
+    assert cli.main(["--bundle", str(BUNDLE), "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def images(data_root: Path) -> torch.Tensor:
+    """100 digits and 100 garments."""
+    sets = (
+        open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"])
+        for name in ("mnist", "fashion-mnist")
+    )
+    return torch.cat([next(each.batches(100)).images for each in sets])
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_answers_are_those_of_the_bundle(folder: Path, model: FittedModel, images: torch.Tensor, runtime: str) -> None:
+    pixels = images.permute(0, 2, 3, 1).numpy()
+    compute = RUNTIMES[runtime](folder / GRAPH)
+    answers, outputs = compute(pixels), model.compute(images)
+    decisions = model.decide(model.outputs(outputs.packed.numpy()))
+    assert np.abs(answers["probabilities"] - outputs.probabilities.numpy()).max() < 1e-4
+    assert np.abs(answers["ood_p_value"] - outputs["ood_p_value"].numpy()).max() < 1e-3
+    assert np.abs(answers["checks"] - outputs.check_p_values.numpy()).max() < 1e-3
+    for name in ("predictive_entropy", "epistemic", "ood_score", "log_density"):
+        np.testing.assert_allclose(answers[name], outputs[name].numpy(), rtol=1e-4, atol=1e-3)
+    for name in ("class_index", "is_ood", "decision", "prediction_set"):
+        assert (answers[name] == getattr(decisions, name)).all(), name
+    np.testing.assert_allclose(answers["confidence"], decisions.confidence, atol=1e-5)
+    for count in (1, 3):  # whatever number of images come together
+        few = compute(pixels[:count])
+        np.testing.assert_allclose(few["ood_p_value"], answers["ood_p_value"][:count], atol=1e-3)
+        assert len(few["decision"]) == count
+
+
+def test_thresholds_are_inputs_with_defaults(folder: Path, model: FittedModel, images: torch.Tensor) -> None:
+    session = onnxruntime.InferenceSession(folder / GRAPH)
+    names, pixels = [each.name for each in session.get_outputs()], images.permute(0, 2, 3, 1).numpy()
+    outputs = model.outputs(model.compute(images).packed.numpy())
+    for given in ({"alpha": 0.2}, {"coverage": 0.999}, {"ambiguity_threshold": 0.01}, {"alpha": 0.5, "coverage": 0.5}):
+        policy = model.policy.model_copy(update=given)
+        expected = model.calibration.decide(outputs, policy)
+        feed = {PIXELS: pixels, **{name: np.array(value, np.float32) for name, value in given.items()}}
+        answers = dict(zip(names, session.run(None, feed), strict=True))
+        for name in ("decision", "is_ood", "prediction_set"):
+            assert (answers[name] == getattr(expected, name)).all(), (given, name)
+    about = json.loads(session.get_modelmeta().custom_metadata_map["psc"])
+    assert about["classes"] == list(model.classes) and about["version"] == model.version
+    assert about["policy"] == model.policy.model_dump()
+    assert about["preprocess"] == json.loads(json.dumps(model.preprocess.to_json()))
+    assert about["decisions"] == ["accept", "abstain_ambiguous", "abstain_ood"]
+
+
+def test_only_standard_operators(folder: Path) -> None:
+    import onnx
+
+    graph = onnx.load(folder / GRAPH)
+    onnx.checker.check_model(graph, full_check=True)
+    assert {each.domain for each in graph.opset_import} <= {""} and {node.domain for node in graph.graph.node} <= {""}
+    assert not graph.functions
+    double = {each.name for each in graph.graph.initializer if each.data_type == onnx.TensorProto.DOUBLE}
+    assert not double
+    assert str(ROOT) not in graph.SerializeToString().decode("latin-1")
+
+
+def test_the_readme_runs(folder: Path, tmp_path: Path) -> None:
+    text = (folder / README).read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    found = subprocess.run([sys.executable, "-c", block], cwd=folder, capture_output=True, text=True, check=False)
+    assert found.returncode == 0 and found.stdout.startswith("abstain_ood 0.0"), found.stderr
+    for name in ("alpha", "ambiguity_threshold", "coverage"):
+        assert f"`{name}` (" in text
+
+
+def test_proof_travels_along(folder: Path, model: FittedModel, capsys: pytest.CaptureFixture[str]) -> None:
+    vectors = load_file(folder / VECTORS)
+    assert len(vectors[PIXELS]) == 64 and vectors["decision"].unique().tolist() == [0, 1, 2]  # the bundle's examples
+    code, text, _ = run(capsys, cli.main, ["--check", str(folder)])
+    assert code == 0 and text.count("equal") == len(RUNTIMES) and text.count("0 of 64") == len(RUNTIMES)
+    found = check(folder)
+    assert [each.runtime for each in found] == list(RUNTIMES) and all(each.agrees for each in found)
+    assert table([]).startswith("no runtime is installed of onnxruntime")
+
+
+@pytest.mark.parametrize("name", ["probabilities", "ood_p_value", "decision"])
+def test_other_answers_are_found(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    vectors = load_file(copy / VECTORS)
+    vectors[name][0] = (vectors[name][0] + 1) % 3 if name == "decision" else vectors[name][0] + 0.01
+    save_file(vectors, copy / VECTORS)
+    code, text, err = run(capsys, cli.main, ["--check", str(copy)])
+    assert code == 2 and "DIFFERS" in text and "a runtime answers differently" in err
+
+
+def test_folders_that_are_none(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BundleError, match="no exported folder"):
+        check(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / VECTORS)
+    with pytest.raises(BundleError, match="lacks images"):
+        check(tmp_path)
+    broken = Path(shutil.copytree(folder, tmp_path / "broken"))
+    (broken / GRAPH).write_bytes(b"no graph")
+    code, _, err = run(capsys, cli.main, ["--check", str(broken)])
+    assert code == 2 and "cannot run model.onnx" in err
+    with pytest.raises(BundleError, match="was written by psc-export and is no bundle"):
+        read_bundle(folder)
+
+
+def test_commands_that_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--bundle", str(BUNDLE), "--out"]
+    for given, why in (
+        ([], "give --bundle DIR and --out DIR"),
+        (words[:2], "give --bundle DIR and --out DIR"),
+        ([*words, str(tmp_path / "x"), "--check", str(folder)], "give --bundle DIR and --out DIR"),
+        ([*words, str(folder)], "give --overwrite"),
+        ([*words, str(tmp_path / "x"), "--images", str(tmp_path)], "there are no images below"),
+        (["--bundle", str(folder), "--out", str(tmp_path / "x")], "is no bundle"),
+    ):
+        code, _, err = run(capsys, cli.main, given)
+        assert code == 2 and why in err, err
+    assert not (tmp_path / "x").exists()
+
+
+def test_bfloat16_is_refused(model: FittedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = replace_precision(model)
+    with pytest.raises(UsageError, match="computes in float32, and this model in bfloat16"):
+        export_graph(backbone)
+
+
+def replace_precision(model: FittedModel) -> FittedModel:
+    backbone = model.pipeline.scorer.backbone.fused("bf16")
+    return replace(model, pipeline=model.pipeline.with_backbone(backbone))
+
+
+def test_in_python(model: FittedModel, images: torch.Tensor, tmp_path: Path) -> None:
+    model.export(tmp_path / "out", [image[0].numpy() for image in images[:3]])
+    vectors = load_file(tmp_path / "out" / VECTORS)
+    assert torch.equal(vectors[PIXELS][:3].permute(0, 3, 1, 2), images[:3])
+    assert all(each.agrees for each in check(tmp_path / "out"))
