@@ -33,7 +33,7 @@ from psc_core.checks import check_values
 from psc_core.errors import BundleError, NetworkError, UsageError, needs
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below
-from psc_core.images.preprocess import ImageLike, as_batch
+from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, as_batch
 from psc_core.model import FittedModel
 from psc_core.network.export import silent
 from psc_core.network.onnx import PACKAGES
@@ -88,6 +88,8 @@ def export_graph(model: FittedModel) -> ModelProto:
     needs("an ONNX graph", "onnx", *PACKAGES, error=NetworkError)
     from onnx import compose, load_from_string, version_converter
 
+    if not model.preprocess.is_known:
+        raise UsageError(f"a graph has to say how files become inputs; {MAKE_KNOWN}")
     if model.pipeline.scorer.precision != "fp32":
         raise UsageError("an ONNX graph computes in float32, and this model in bfloat16; fit it with precision fp32")
     if not (head := model.pipeline.scorer.head).has_graph:
@@ -247,6 +249,17 @@ about = json.loads(session.get_modelmeta().custom_metadata_map["{METADATA}"])
 names = [output.name for output in session.get_outputs()]
 answers = dict(zip(names, session.run(None, {{"{PIXELS}": numpy.zeros((1, {height}, {width}, {channels}), "uint8")}})))
 print(about["decisions"][answers["decision"][0]], answers["ood_p_value"][0])
+```
+
+In a browser or Node, `pixels` a Uint8Array of height, width and channels in this order:
+
+```js
+import * as ort from "onnxruntime-web";
+
+const session = await ort.InferenceSession.create("{GRAPH}", {{ executionProviders: ["wasm"] }});
+const images = new ort.Tensor("uint8", pixels, [1, {height}, {width}, {channels}]);
+const answers = await session.run({{ images }});
+console.log(`decision ${{answers.decision.data[0]}}, p-value ${{answers.ood_p_value.data[0]}}`);
 ```
 """
 

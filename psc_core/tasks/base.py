@@ -147,7 +147,7 @@ class BaseCalibration(ABC):
     """Scores of n calibration images, float32, each sorted separately, by which a policy becomes decisions."""
 
     decision_names: ClassVar[tuple[str, ...]]  # of :meth:`decide`
-    graph_inputs: ClassVar[tuple[str, ...]]  # thresholds of the policy that an exported graph takes
+    graph_inputs: ClassVar[tuple[str, ...]] = ()  # thresholds of the policy that an exported graph takes
 
     ood_scores: Float[Tensor, " n"]  # OOD scores, ascending, nats
 
@@ -185,11 +185,11 @@ class BaseCalibration(ABC):
     def decide(self, outputs: Outputs[FloatArray], policy: Any) -> BaseDecisions:
         """Return the decisions on n images under a policy of the task."""
 
-    @abstractmethod
     def decide_in_graph(
         self, scores: Mapping[str, Tensor], probabilities: Tensor, given: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return the fields of :meth:`decide`, and others, in operations that an exported graph has."""
+        raise UsageError("a model of this task cannot be exported, as its calibration has no decide_in_graph")
 
     def is_ood_in_graph(self, p_value: Float[Tensor, " batch"], alpha: Float[Tensor, ""]) -> Bool[Tensor, " batch"]:
         """Return :meth:`is_ood`, likewise."""

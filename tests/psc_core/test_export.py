@@ -160,15 +160,13 @@ def test_commands_that_are_refused(folder: Path, tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "x").exists()
 
 
-def test_bfloat16_is_refused(model: FittedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = replace_precision(model)
-    with pytest.raises(UsageError, match="computes in float32, and this model in bfloat16"):
-        export_graph(backbone)
-
-
-def replace_precision(model: FittedModel) -> FittedModel:
+def test_models_that_are_refused(model: FittedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = model.pipeline.scorer.backbone.fused("bf16")
-    return replace(model, pipeline=model.pipeline.with_backbone(backbone))
+    with pytest.raises(UsageError, match="computes in float32, and this model in bfloat16"):
+        export_graph(replace(model, pipeline=model.pipeline.with_backbone(backbone)))
+    monkeypatch.setattr(type(model.preprocess), "is_known", property(lambda _: False))
+    with pytest.raises(UsageError, match="has to say how files become inputs"):
+        export_graph(model)
 
 
 def test_in_python(model: FittedModel, images: torch.Tensor, tmp_path: Path) -> None:
