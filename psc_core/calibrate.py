@@ -572,18 +572,19 @@ def recalibrate_from_sample(
     settings = settings_of(model, changes)
     lines, pipeline, calibrates, extension, learnt, added = [], model.pipeline, sample, None, None, None
     teaches = any(given is not None for given in (more, unknown, named))
+    of_before = sample.of_class.first_labels() < len(model.classes)  # not of the added class
     if teaches or pipeline.scorer.head.has_temperature:
         order = torch.arange(len(sample.of_class))  # That of the digests, which is random.
         count = round(CHOOSES * len(order))
         chooses, rest = sample.at(order[:count]), sample.at(order[count:])
-        of_before = chooses.of_class.first_labels() < len(model.classes)
-        real = chooses.of_class.subset((thin(chooses.weights) & of_before).nonzero()[:, 0])
+        real = chooses.of_class.subset((thin(chooses.weights) & of_before[order[:count]]).nonzero()[:, 0])
         if teaches and len(real) < FEWEST_TO_CHOOSE:
             raise UsageError(
                 "a quarter of the sampled images of a class compares what changes with what was, and calibrates "
-                f"nothing: at least {FEWEST_TO_CHOOSE}, and of {len(sample.of_class)} labelled that are {len(real)} "
-                f"that count equally; review at least {round(FEWEST_TO_CHOOSE / CHOOSES)} drawn equally, or leave out "
-                "--extend-density, --learn and --add-class"
+                f"nothing: at least {FEWEST_TO_CHOOSE}, and of {int(of_before.sum())} labelled images of the bundle's "
+                f"classes that are {len(real)} that count equally; review at least "
+                f"{round(FEWEST_TO_CHOOSE / CHOOSES)} of these drawn equally, or leave out --extend-density, --learn "
+                "and --add-class"
             )
         if more is not None:
             extension = extend(model, more, real, settings.compute())
@@ -623,10 +624,10 @@ def recalibrate_from_sample(
     promised, shown = (each.largest_error_rate() for each in (model.policy, policy))
     if promised is not None and shown is not None and promised < shown:
         lines[0] += f"; the bundle before promised at most {promised:.3g}"
+    was = _alarms(model, sample.of_class.subset(of_before.nonzero()[:, 0]))
     lines += [
-        f"alarms at alpha {policy.alpha:g} on sampled images of a class: {_alarms(model, sample.of_class):.1%} "
-        f"before, at most {policy.alpha:.1%} of such images now on average; "
-        f"{in_practice(policy.alpha, len(found.calibration))}%"
+        f"alarms at alpha {policy.alpha:g} on sampled images of a class: {was:.1%} before, at most {policy.alpha:.1%} "
+        f"of such images now on average; {in_practice(policy.alpha, len(found.calibration))}%"
     ]
     for kind, images in sample.others.items():
         before, after = (_alarms(each, images) for each in (model, found))

@@ -230,12 +230,17 @@ def export_model(model: FittedModel, folder: Path, images: Sequence[ImageLike] =
 
 def _readme(model: FittedModel) -> str:
     channels, height, width = model.preprocess.shape
+    mode = model.preprocess.mode
+    named = 'print([about["classes"][k] for k in answers["prediction_set"][0].nonzero()[0]])\n' * bool(
+        model.num_probabilities
+    )
     inputs = ", ".join(f"`{name}` ({value:.6g})" for name, value in _defaults(model).items())
     return f"""# {model.name}
 
 `{GRAPH}` answers as the bundle {model.version} does, without PSC.
 
 * Input `{PIXELS}`: uint8 (n, {height}, {width}, {channels}), resized and cropped as `preprocess` in the metadata says.
+  Mean and standard deviation are applied inside.
 * Thresholds, inputs that may be left out: {inputs}.
 * Output `decision`: a position in `decisions` of the metadata. The other outputs are named as in the service's answers.
 * `psc-export --check .` compares the runtimes of a machine on `{VECTORS}`.
@@ -247,9 +252,11 @@ onnxruntime.set_default_logger_severity(3)  # It warns of every input with a def
 session = onnxruntime.InferenceSession("{GRAPH}")
 about = json.loads(session.get_modelmeta().custom_metadata_map["{METADATA}"])
 names = [output.name for output in session.get_outputs()]
-answers = dict(zip(names, session.run(None, {{"{PIXELS}": numpy.zeros((1, {height}, {width}, {channels}), "uint8")}})))
+pixels = numpy.zeros(({height}, {width}, {channels}), "uint8")
+# Of a file: numpy.asarray(PIL.Image.open(FILE).convert("{mode}").resize(({width}, {height}))).reshape(pixels.shape)
+answers = dict(zip(names, session.run(None, {{"{PIXELS}": pixels[None]}})))
 print(about["decisions"][answers["decision"][0]], answers["ood_p_value"][0])
-```
+{named}```
 
 In a browser or Node, `pixels` a Uint8Array of height, width and channels in this order:
 

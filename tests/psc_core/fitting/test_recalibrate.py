@@ -161,7 +161,7 @@ def test_one_or_two_images_are_refused(original: FittedModel, sample: Sample, di
     few = sample.at(torch.arange(count))
     with pytest.raises(UsageError, match=rf"with n = {count}"):
         recalibrate_from_sample(original, few, {})
-    with pytest.raises(UsageError, match=r"a quarter of the sampled images .* at least 100 drawn equally"):
+    with pytest.raises(UsageError, match=r"a quarter of the sampled images .* at least 100 of these drawn"):
         recalibrate_from_sample(original, few, {}, digits.subset(torch.arange(3)))
 
 
@@ -425,7 +425,7 @@ def test_losing_density(model: FittedModel, wide: Sample, more: ImageDataset, mo
 
 
 def test_refuses_too_few_images(model: FittedModel, wide: Sample, more: ImageDataset, angle_bundle: Path) -> None:
-    with pytest.raises(UsageError, match=r"at least 25, and of 80 labelled that are 20 .* at least 100 drawn equally"):
+    with pytest.raises(UsageError, match=r"at least 25, and of 80 labelled images of .* classes that are 20 "):
         recalibrate_from_sample(model, wide.at(torch.arange(80)), {}, more)
     angles = load_model(angle_bundle, device="cpu", allow_factories=[FACTORY])
     with pytest.raises(
@@ -668,6 +668,14 @@ def test_names_and_images_that_make_no_class(
     wide = with_class(shipped, "drone")
     with pytest.raises(UsageError, match=r"outside the random sample drone; .*a name that they gave: trouser \(30\)"):
         read_named(trousers_log, wide)
+    sample, trousers = (
+        read_sample(trousers_log, other := with_class(shipped, "trouser")),
+        read_named(trousers_log, other),
+    )
+    labels = sample.of_class.first_labels()
+    few = sample.at(torch.cat([(labels < 10).nonzero()[:80, 0], (labels == 10).nonzero()[:, 0]]))
+    with pytest.raises(UsageError, match="of 80 labelled images of the bundle's classes"):  # not of 92
+        recalibrate_from_sample(shipped, few, {}, named=(other, trousers))
     none = wide, read_named(trousers_log, with_class(shipped, "trouser")).subset(torch.arange(4))
     with pytest.raises(UsageError, match="there are 4 images of drone, and a class needs 10; label 6 more"):
         recalibrate_from_sample(shipped, read_sample(trousers_log, wide), {}, named=none)
