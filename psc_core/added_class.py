@@ -1,7 +1,7 @@
 """A class that people added to a fitted classifier, from images that they gave its name.
 
-Nothing is fitted again.  The density gets one more class (:func:`psc_core.density.add_class`), whose mean m tells the
-new class from the K before it.  In the coordinates w, where the covariance within the classes is the identity,
+Nothing is fitted again.  The density gets one more class (:func:`psc_core.density.widen_density`), whose mean m tells
+the new class from the K before it.  In the coordinates w, where the covariance within the classes is the identity,
 
     ``s = a (g(m) − logsumexp_k g(m_k)) + b``,   ``g(m) = w · m − ½ ‖m‖²``
 
@@ -34,7 +34,7 @@ from psc_core.heads.base import Scored, score_classes
 
 LARGEST_TAKEN: Final = 0.005  # fraction of the right answers that an added class may take
 DRAWN: Final = 1000  # images
-PARTS: Final = 5  # of the images of the class, each of which is held back once
+PARTS: Final = 5  # of the images that people named, each of which is held back once
 
 
 class AddedClass(NamedTuple):

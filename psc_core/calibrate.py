@@ -63,8 +63,7 @@ from psc_core.checks import (
 from psc_core.compute import Compute, track_images
 from psc_core.conformal import check_rates, effective_count, equal_scores, thin
 from psc_core.data.dataset import ImageDataset
-from psc_core.density import EXAMPLES, Density, can_extend, class_values, extend_density
-from psc_core.density import add_class as add_class_to
+from psc_core.density import EXAMPLES, Density, can_extend, class_values, extend_density, widen_density
 from psc_core.errors import UsageError, warn
 from psc_core.fit_data import FitJob
 from psc_core.fit_parts import round_floats
@@ -526,20 +525,28 @@ def add_class(model: FittedModel, name: str, new: ImageDataset, real: ImageDatas
     if count < FEWEST:
         raise UsageError(f"there are {count} images of {name}, and a class needs {FEWEST}; label {FEWEST - count} more")
     density = copy.deepcopy(scorer.density).cpu()
-    (inputs, early, _), (old, _, labels) = (_read(scorer, data, compute) for data in (new, real))
-    of_new, of_old = (score_dataset(scorer, data, compute, name).probabilities for data in (new, real))
-    right = of_old.argmax(1) == labels
-    w, of_right = density.coordinates(inputs), of_old[right]
-    found, held, others = fit_added(name, density, w, density.coordinates(old[right]), of_right)
+
+    def read(images: Tensor) -> dict[str, Tensor]:
+        embedding = scorer.embed(images.to(compute.device))
+        early = {} if embedding.early is None else {"early": embedding.early}
+        return {"inputs": embedding.density_input, "p": scorer.score(embedding).probabilities, **early}
+
+    each = {"new": new, "real": real}
+    batches = ({of: batch.images} for of, data in each.items() for batch in track_images(data, compute, f"{of} images"))
+    of_new, of_real = by_transform(batches, read).values()
+    right = of_real["p"].argmax(1) == real.first_labels()
+    w, old, of_right = density.coordinates(of_new["inputs"]), of_real["inputs"][right], of_real["p"][right]
+    found, held, others = fit_added(name, density, w, density.coordinates(old), of_right)
 
     def wider(of: Density, features: Tensor) -> Density:
-        return add_class_to(copy.deepcopy(of).cpu(), features, examples=examples)
+        return widen_density(copy.deepcopy(of).cpu(), features, examples=examples)
 
-    texture = None if scorer.texture is None or early is None else wider(scorer.texture, early)
-    parts = {"density": wider(density, inputs), "texture": texture, "added": (*scorer.added, found), "reviewed": None}
+    texture = None if scorer.texture is None else wider(scorer.texture, of_new["early"])
+    densities = {"density": wider(density, of_new["inputs"]), "texture": texture}
+    parts = {**densities, "added": (*scorer.added, found), "reviewed": None}
     checks = None if pipeline.checks is None else pipeline.checks.without_reviewed()
     added = pipeline.with_scorer(scorer.replace(**parts).to(scorer.scale.device), checks=checks)
-    shares = [float(is_answer(*each).double().mean()) for each in ((held, of_new), (others, of_right))]
+    shares = [float(is_answer(*each).double().mean()) for each in ((held, of_new["p"]), (others, of_right))]
     return Added(added, name, found, shares[0], shares[1], int(right.sum()), scorer.reviewed is not None)
 
 

@@ -78,7 +78,7 @@ from psc_core.conformal import conformal_p_values
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import BundleError, FitError
 from psc_core.images.preprocess import Pixels
-from psc_core.linalg import TAIL_FRACTION, rounding_of, tail_excess
+from psc_core.linalg import TAIL_FRACTION, positions, rounding_of, tail_excess
 from psc_core.text import align
 
 IMAGES: Final = 1000  # maximum number of images from which others are made
@@ -243,7 +243,7 @@ def log_p_values(
 
     They are float64: in float32 a score would depend on the position of its image in a batch.
     """
-    lines = torch.searchsorted(ascending, values, right=True)
+    lines = positions(ascending, values, right=True)
     start, value, slope = pieces.gather(1, lines[..., None].expand(-1, -1, 3)).unbind(2)
     return torch.addcmul(value, slope, values - start)
 

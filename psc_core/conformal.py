@@ -31,6 +31,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from psc_core.errors import BundleError, FitError, UsageError
+from psc_core.linalg import positions
 
 RANK_ROUNDING: Final = 1e-9  # added before ⌊ ⌋ and subtracted before ⌈ ⌉, so that 0.29 × 100 counts as 29
 
@@ -62,7 +63,7 @@ def conformal_p_values(
 ) -> Float[Tensor, "*checks batch"]:
     """Return ``(1 + #{calibration ≥ this}) / (n + 1)``, float32, by binary search; for NaN the smallest p-value."""
     count = ascending.shape[-1] + 1
-    return (count - torch.searchsorted(ascending, ood_score)) / count  # NaN sorts above everything
+    return (count - positions(ascending, ood_score)) / count  # NaN sorts above everything
 
 
 def ood_score_threshold(ascending: Float[Tensor, " n"], alpha: float) -> float:

@@ -67,8 +67,8 @@ all images, except that the components stay, that a covariance that was shrunk i
 outweigh that in time), and that where images have several labels n_k counts labelled examples in the degrees of
 freedom too.
 
-**Added class.**  :func:`add_class`: m images of a class that the density has not seen give one more mean, covariance
-(shrunk as above) and proportion m / (n + m).  The coordinates stay those of the classes before.
+**Added class.**  :func:`widen_density`: m images of a class that the density has not seen give one more mean,
+covariance (shrunk as above) and proportion m / (n + m).  The coordinates stay those of the classes before.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class TiedDensity(Density):
 
     def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
         # From differences: ‖w‖² − 2 w·m + ‖m‖², PyTorch's default for more than 25 points, cancels for tight classes.
-        return torch.cdist(w, self.centres, compute_mode="donot_use_mm_for_euclid_dist").float()
+        return linalg.distances(w, self.centres).float()
 
     def deviation(self, w: Float[Tensor, "batch kept"], classes: Int[Tensor, " batch"]) -> Float[Tensor, "batch kept"]:
         return (w - self.centres[classes]).float()
@@ -293,7 +293,7 @@ class RelativeDensity(TiedDensity):
         The difference is taken in float64: far from the data both terms are large and nearly equal.
         """
         background = self.background_constant - 0.5 * (w @ self.background.to(w.dtype)).square().sum(dim=1)
-        distances = torch.cdist(w, self.centres, compute_mode="donot_use_mm_for_euclid_dist").square()
+        distances = linalg.distances(w, self.centres).square()
         return (self.constants - 0.5 * distances - background[:, None]).float()
 
 
@@ -514,7 +514,7 @@ def extend_density(
     return Extended(type(density)(tensors, record=record).to(device), offset, turn)
 
 
-def add_class(density: Density, features: Float[Tensor, "m D"], *, examples: int) -> Density:
+def widen_density(density: Density, features: Float[Tensor, "m D"], *, examples: int) -> Density:
     """Return the density of n = ``examples`` labelled examples with one more class, of m images; its w stays."""
     if not can_extend(type(density)):
         raise FitError(f"a density {density.kind!r} has tensors that no class can be added to; fit it again")

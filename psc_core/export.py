@@ -4,8 +4,8 @@
                                  four nodes     its graph   :class:`Answers`, exported by PyTorch
 
 Three graphs become one.  Everything after the network is float32 there, though the service computes up to the
-difference from a class mean in float64; :func:`check` says what that costs.  Binary searches, which ONNX has not, are
-counts.  Where a threshold is an input with a default, a caller may give another.
+difference from a class mean in float64; :func:`check` says what that costs.  What ONNX lacks, :mod:`psc_core.linalg`
+exports as something else.  Where a threshold is an input with a default, a caller may give another.
 
 A folder has the graph, :data:`VECTORS` with images and their answers by the bundle, and a README.  :func:`check` sends
 these images through every runtime that is installed.
@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from psc_core.bundle import EXPORTED
-from psc_core.checks import check_values
+from psc_core.conformal import conformal_p_values
 from psc_core.errors import BundleError, NetworkError, UsageError, needs
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below
@@ -38,8 +38,7 @@ from psc_core.model import FittedModel
 from psc_core.network.export import silent
 from psc_core.network.onnx import PACKAGES
 from psc_core.network.onnx_graph import remove_notes
-from psc_core.pipeline import smooth_noise, storable_backbone
-from psc_core.tasks.base import count_p_values
+from psc_core.pipeline import ood_score_of, smooth_noise, storable_backbone
 from psc_core.text import align
 
 if TYPE_CHECKING:
@@ -51,8 +50,8 @@ README: Final = "README.md"
 PIXELS: Final = "images"  # the input
 METADATA: Final = "psc"  # the key of what the graph says of itself, in JSON
 VECTOR_IMAGES: Final = 64
-CLOSE: Final = {"probabilities": 1e-4, "ood_p_value": 1e-3}  # what two runtimes may differ by
-NEAR: Final = 1e-3  # p-values as close to a threshold may be decided otherwise
+# What two runtimes may differ by; the numbers of a regression in standard deviations.
+CLOSE: Final = {"probabilities": 1e-4, "ood_p_value": 1e-3, **dict.fromkeys(("mean", "lower", "upper"), 1e-3)}
 
 
 class Answers(nn.Module):
@@ -66,19 +65,12 @@ class Answers(nn.Module):
     def forward(self, features: Sequence[Tensor], thresholds: Sequence[Tensor]) -> dict[str, Tensor]:
         *layers, last = features
         layers, output = (layers, last) if self.keeps_output else ([*layers, last], None)
-        scorer, checks = self.pipeline.scorer, self.pipeline.checks
+        scorer = self.pipeline.scorer
         scored = scorer.score(scorer.embedding(layers, output))
         found = {name: scored.scores[name] for name in scorer.head.score_names if name in scored.scores}
-        if checks is None:
-            found["ood_score"] = -scored.scores["log_density"]
-        else:
-            values = check_values(checks.names, scored.scores).T
-            line = (checks.ascending[:, None] <= values[..., None]).long().sum(2)
-            start, value, slope = checks.pieces.gather(1, line[..., None].expand(-1, -1, 3)).unbind(2)
-            log_p = value + slope * (values - start)
-            found["ood_score"] = -(log_p - checks.log_below).clamp(max=0).sum(0)
-            found["checks"] = count_p_values(checks.calibration, values).T
-        found["ood_p_value"] = count_p_values(self.pipeline.calibration_scores, found["ood_score"])
+        found["ood_score"], check_p_values = ood_score_of(scored.scores, self.pipeline.checks)
+        found["ood_p_value"] = conformal_p_values(self.pipeline.calibration_scores, found["ood_score"])
+        found |= dict(zip(["checks"], check_p_values, strict=False))  # none without checks
         given = dict(zip(self.calibration.graph_inputs, thresholds, strict=True))
         return found | self.calibration.decide_in_graph(found, scored.probabilities, given)
 
@@ -132,7 +124,6 @@ def _exported(model: FittedModel) -> ModelProto:
             program = torch.onnx.export(
                 answers, (examples, thresholds), dynamo=True, dynamic_shapes=any_number, verbose=False,
                 input_names=[*(f"features_{at}" for at in range(len(examples))), *_defaults(model)],
-                custom_translation_table={torch.ops.aten._cdist_forward.default: _distances},
             )  # fmt: skip
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -143,15 +134,6 @@ def _exported(model: FittedModel) -> ModelProto:
         found.graph.node.append(helper.make_node("Identity", [output.name], [name]))
         output.name = name
     return found
-
-
-def _distances(x: Any, y: Any, p: float = 2.0, mode: int | None = None) -> Any:
-    """Translate ``torch.cdist``, which has no counterpart in ONNX: from differences, as all of PSC."""
-    from onnxscript import opset18
-
-    op: Any = opset18
-    first, second, third = (op.Constant(value_ints=[axis]) for axis in range(3))
-    return op.Sqrt(op.ReduceSumSquare(op.Sub(op.Unsqueeze(x, second), op.Unsqueeze(y, first)), third, keepdims=0))
 
 
 def _standardising(model: FittedModel, opset: int) -> ModelProto:
@@ -212,6 +194,8 @@ def images_below(folder: Path, *, must: bool = True) -> list[str]:
 
 def export_model(model: FittedModel, folder: Path, images: Sequence[ImageLike] = ()) -> None:
     """Write graph, images with their answers, and README to ``folder``; noise fills the images up."""
+    if (folder / README).exists() and not (folder / VECTORS).exists():
+        raise UsageError(f"{folder} has a {README} that psc-export did not write; give a folder of its own")
     graph = export_graph(model).SerializeToString()
     given = model.preprocess.to_pixels(as_batch(images[:VECTOR_IMAGES], model.preprocess))
     pixels = torch.cat([given, smooth_noise(model.preprocess, VECTOR_IMAGES)])[:VECTOR_IMAGES]
@@ -221,9 +205,11 @@ def export_model(model: FittedModel, folder: Path, images: Sequence[ImageLike] =
     answers |= {name: torch.as_tensor(value) for name, value in vars(decisions).items()}
     if model.checks:
         answers["checks"] = outputs.check_p_values
+    limits = {"alpha": model.policy.alpha, "quantile": model.calibration.quantile(model.policy.coverage)}
+    answers |= {name: torch.tensor(limit) for name, limit in limits.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / GRAPH).write_bytes(graph)
-    vectors = {PIXELS: pixels.permute(0, 2, 3, 1), "alpha": torch.tensor(model.policy.alpha), **answers}
+    vectors = {PIXELS: pixels.permute(0, 2, 3, 1), **answers}
     (folder / VECTORS).write_bytes(save({name: each.contiguous() for name, each in vectors.items()}))
     (folder / README).write_text(_readme(model), encoding="utf-8")
 
@@ -231,9 +217,8 @@ def export_model(model: FittedModel, folder: Path, images: Sequence[ImageLike] =
 def _readme(model: FittedModel) -> str:
     channels, height, width = model.preprocess.shape
     mode = model.preprocess.mode
-    named = 'print([about["classes"][k] for k in answers["prediction_set"][0].nonzero()[0]])\n' * bool(
-        model.num_probabilities
-    )
+    line = 'print([about["classes"][k] for k in answers["prediction_set"][0].nonzero()[0]])\n'
+    named = line if model.num_probabilities else ""
     inputs = ", ".join(f"`{name}` ({value:.6g})" for name, value in _defaults(model).items())
     return f"""# {model.name}
 
@@ -299,18 +284,23 @@ class Compared:
     """What a runtime answers beside the bundle."""
 
     runtime: str
-    decisions: int  # number of other decisions, but for p-values :data:`NEAR` a threshold
+    others: int  # number of images with another decision or set that is not as near to a limit as :data:`CLOSE`
     apart: Mapping[str, float]  # largest difference by output
     images: int
 
     @property
     def agrees(self) -> bool:
         """Whether the differences are as small as they should be."""
-        return not self.decisions and all(self.apart.get(name, 0) <= limit for name, limit in CLOSE.items())
+        return not self.others and all(self.apart[name] <= CLOSE[name] for name in CLOSE.keys() & self.apart.keys())
 
     def row(self) -> list[str]:
-        numbers = (f"{self.apart[name]:.1e}" if name in self.apart else "" for name in (*CLOSE, "log_density"))
-        return [self.runtime, f"{self.decisions} of {self.images}", *numbers, "equal" if self.agrees else "◀ DIFFERS"]
+        numbers = (f"{self.apart[name]:.1e}" for name in self.columns)
+        return [self.runtime, f"{self.others} of {self.images}", *numbers, "equal" if self.agrees else "◀ DIFFERS"]
+
+    @property
+    def columns(self) -> list[str]:
+        """The outputs that a table shows."""
+        return [name for name in (*CLOSE, "log_density") if name in self.apart]
 
 
 def check(folder: Path) -> list[Compared]:
@@ -321,26 +311,36 @@ def check(folder: Path) -> list[Compared]:
         raise BundleError(f"{folder} is no exported folder: {error}; export the bundle again") from error
     if PIXELS not in vectors or not (folder / GRAPH).is_file():
         raise BundleError(f"{folder} lacks {PIXELS} in {VECTORS}, or {GRAPH}; export the bundle again")
-    installed = [name for name in RUNTIMES if importlib.util.find_spec(name)]
+    if not (installed := [name for name in RUNTIMES if importlib.util.find_spec(name)]):
+        raise NetworkError(f"no runtime is installed of {', '.join(RUNTIMES)}; pip install onnxruntime")
     return [_compare(name, folder / GRAPH, vectors) for name in installed]
 
 
 def _compare(runtime: str, graph: Path, vectors: Mapping[str, npt.NDArray[Any]]) -> Compared:
+    images = vectors[PIXELS]
     try:
-        answers = RUNTIMES[runtime](graph)(vectors[PIXELS])
+        run = RUNTIMES[runtime](graph)
+        one, others = run(images[:1]), run(images[1:])  # Some runtimes err for one image alone.
+        answers = {name: np.concatenate([each, others[name]]) for name, each in one.items()}
     except Exception as error:  # a runtime's errors have no common base class
         raise NetworkError(f"{runtime} cannot run {GRAPH}: {str(error)[:300]}") from error
-    shared = {name: answers[name] for name in vectors if name in answers and vectors[name].size}
-    floats = [name for name in shared if vectors[name].dtype == np.float32]
-    apart = {name: float(np.abs(shared[name].astype(float) - vectors[name]).max()) for name in floats}
-    others = shared["decision"] != vectors["decision"]
-    others &= np.abs(vectors["ood_p_value"] - vectors["alpha"]) > NEAR
-    return Compared(runtime, int(others.sum()), apart, len(others))
+    expected = {name: each for name, each in vectors.items() if name not in (PIXELS, "alpha", "quantile") and each.size}
+    if missing := expected.keys() - answers.keys():
+        raise NetworkError(f"{runtime} gives no {', '.join(sorted(missing))} of {GRAPH}; export the bundle again")
+    floats = [name for name, each in expected.items() if each.dtype == np.float32]
+    apart = {name: float(np.abs(answers[name].astype(float) - expected[name]).max()) for name in floats}
+    if "lower" in expected:
+        deviation = np.hypot(expected["aleatoric"], expected["epistemic"]).min()
+        apart |= {name: apart[name] / float(deviation) for name in ("mean", "lower", "upper")}
+    differs = answers["decision"] != expected["decision"]
+    differs &= np.abs(expected["ood_p_value"] - vectors["alpha"]) > CLOSE["ood_p_value"]
+    if "prediction_set" in expected:
+        is_clear = np.abs(expected["probabilities"] - vectors["quantile"]) > CLOSE["probabilities"]
+        differs |= ((answers["prediction_set"] != expected["prediction_set"]) & is_clear).any(axis=1)
+    return Compared(runtime, int(differs.sum()), apart, len(differs))
 
 
 def table(compared: Sequence[Compared]) -> str:
     """Return one line for each runtime."""
-    if not compared:
-        return f"no runtime is installed of {', '.join(RUNTIMES)}; pip install onnxruntime"
-    head = ["runtime", "other decisions", *(f"{name} apart" for name in (*CLOSE, "log_density")), ""]
+    head = ["runtime", "other answers", *(f"{name} apart" for name in compared[0].columns), ""]
     return "\n".join(align([head, *(each.row() for each in compared)]))

@@ -70,6 +70,26 @@ class InverseRoot(NamedTuple):
     largest_increase: float  # largest amount added to an eigenvalue
 
 
+def distances(x: Float[Tensor, "*batch n dim"], y: Float[Tensor, "*other m dim"]) -> Float[Tensor, "*pairs n m"]:
+    """Return the distances of all pairs, of differences, which do not cancel; ONNX has no ``cdist``."""
+    if torch.compiler.is_exporting():
+        pairs: Tensor = torch.linalg.vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), dim=-1)
+        return pairs
+    return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def positions(
+    ascending: Float[Tensor, "*checks n"], values: Float[Tensor, "*checks batch"], *, right: bool = False
+) -> Int[Tensor, "*checks batch"]:
+    """Return ``torch.searchsorted``, by which NaN comes last; ONNX has no binary search, so there it is a count."""
+    if torch.compiler.is_exporting():
+        row, column = ascending[..., None, :], values[..., None]
+        # Floats, because OpenVINO 2026.4 sums integers wrongly where there is one image.
+        above = (row > column if right else row >= column).float()
+        return (ascending.shape[-1] - above.sum(-1)).long()
+    return torch.searchsorted(ascending, values, right=right)
+
+
 def rounding_of(size: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the largest standard deviation that rounding alone may give to features of this size."""
     return ROUNDING_STEPS * torch.finfo(dtype).eps * size.abs()

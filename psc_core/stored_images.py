@@ -30,6 +30,7 @@ from psc_core.data.dataset import ImageDataset, balanced_positions
 from psc_core.errors import BundleError, UsageError, shorten
 from psc_core.images.decode import as_base64, png_of
 from psc_core.images.preprocess import Pixels
+from psc_core.linalg import distances
 
 SIDE: Final = 64  # maximum height and width of a stored image, in pixels; with three channels it takes 12 KiB
 MAX_COUNT: Final = 4096  # maximum number of kept images; their pixels take 48 MiB
@@ -120,7 +121,7 @@ class StoredImages(nn.Module):
     def forward(self, coordinates: Float[Tensor, "batch components"]) -> Float[Tensor, "batch kept"]:
         """Return the distance to each kept image, in standard deviations within a class."""
         # A matrix product would be faster, but inexact for an image that nearly equals a kept one.
-        return torch.cdist(coordinates.float(), self.embedding, compute_mode="donot_use_mm_for_euclid_dist")
+        return distances(coordinates.float(), self.embedding)
 
     def documents(
         self, distances: npt.NDArray[Any], classes: Sequence[str], likely: Sequence[int] = ()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from psc_core.cli import flags
-from psc_core.errors import UsageError
+from psc_core.errors import NetworkError, UsageError
 
 _EXAMPLE = """examples:
   psc-export --bundle bundle --out exported --images images/val
@@ -50,7 +50,7 @@ def export(args: argparse.Namespace) -> None:
     compared = check(args.check or args.out)
     print(table(compared))
     if not all(each.agrees for each in compared):
-        raise UsageError("a runtime answers differently; do not use it for this graph, and please report it")
+        raise NetworkError("a runtime answers differently; do not use it for this graph, and please report it")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -75,7 +75,7 @@ def squared_distances(
     embedded: Float[Tensor, "n dim"], centroids: Float[Tensor, "classes dim"]
 ) -> Float[Tensor, "n classes"]:
     """Return ``‖e − e_c‖²`` from differences, which do not cancel where classes are tight."""
-    return torch.cdist(embedded, centroids, compute_mode="donot_use_mm_for_euclid_dist").square()
+    return linalg.distances(embedded, centroids).square()
 
 
 # Values of σ to try: 10⁻² … 10², eight to a decade; a training image is about √D from its centroid.

@@ -50,7 +50,7 @@ from psc_core.errors import FitError
 from psc_core.features import FeatureMatrix, blocks
 from psc_core.heads.base import RegressionData, RegressionHead, RegressionOutput
 from psc_core.heads.blr import fit_posterior, gaussian_nll, scale_posterior, selection_record
-from psc_core.linalg import eigh, fix_signs
+from psc_core.linalg import distances, eigh, fix_signs
 
 BLOCK: Final = 1 << 13  # number of neighbour images that distances are computed to at once
 IMAGES: Final = 256  # number of images that are answered at once
@@ -221,7 +221,7 @@ def matern(
     one: Float[Tensor, "*batch n reduced"], other: Float[Tensor, "*batch m reduced"]
 ) -> Float[Tensor, "*batch n m"]:
     """Return the correlations of all pairs; their distances are of differences, which do not cancel."""
-    r = math.sqrt(5) * torch.cdist(one, other, compute_mode="donot_use_mm_for_euclid_dist")
+    r = math.sqrt(5) * distances(one, other)
     return (1 + r + r.square() / 3) * (-r).exp()
 
 

@@ -79,14 +79,6 @@ def pack(
     return torch.cat([*(scores[name][:, None] for name in names), probabilities, *check_p_values], dim=1)
 
 
-def count_p_values(
-    ascending: Float[Tensor, "*checks n"], ood_score: Float[Tensor, "*checks batch"]
-) -> Float[Tensor, "*checks batch"]:
-    """Return :func:`.conformal_p_values` in operations that an exported graph has."""
-    above = (ascending[..., None, :] >= ood_score[..., None]).float().sum(-1)
-    return (1 + above) / (ascending.shape[-1] + 1)
-
-
 GRAPH_ROUNDING: Final = 1e-3  # of a rank, because a graph's thresholds are float32
 
 AnyDecisions = TypeVar("AnyDecisions", bound="BaseDecisions")

@@ -12,10 +12,10 @@ from psc_core.density import (
     EXAMPLES,
     Density,
     Examples,
-    add_class,
     class_counts,
     extend_density,
     fit_density,
+    widen_density,
 )
 from psc_core.errors import FitError, UsageError
 from psc_core.heads.base import Scored
@@ -77,7 +77,7 @@ def test_extreme_odds_give_finite_results(odds: list[float], certain: bool) -> N
 @pytest.mark.parametrize("kind", DENSITIES)
 def test_a_density_gets_one_more_class(kind: str) -> None:
     density, features, new = classes_of(kind)
-    wide = add_class(density, new, examples=600)
+    wide = widen_density(density, new, examples=600)
     assert wide.record[EXAMPLES] == 700 and class_counts(wide, 700).tolist() == [200, 200, 200, 100]
     assert wide.sizes["classes"] == 4 and torch.equal(wide.basis, density.basis)
     before, after = density(features).class_log_joint, wide(features).class_log_joint
@@ -103,7 +103,7 @@ def test_a_density_gets_one_more_class(kind: str) -> None:
 
 def test_a_wider_density_is_extended_like_any_other() -> None:
     density, features, new = classes_of("tied")
-    wide = add_class(density, new[:50], examples=600)
+    wide = widen_density(density, new[:50], examples=600)
     extended = extend_density(wide, new[50:], torch.full((50,), 3), examples=650).density
     assert class_counts(extended, 700).tolist() == [200, 200, 200, 100]
     labels = torch.cat([torch.arange(600) % 3, torch.full((100,), 3)])
@@ -151,10 +151,10 @@ def test_degenerate_images_are_fitted_or_refused(count: int, scale: float, real:
     except UsageError:
         return
     assert np.isfinite([found.slope, found.bias]).all() and held.isfinite().all()
-    assert add_class(density, new, examples=600)(new).log_density.isfinite().all()
+    assert widen_density(density, new, examples=600)(new).log_density.isfinite().all()
 
 
 def test_images_that_are_not_finite_are_refused() -> None:
     density, _, new = classes_of("tied")
     with pytest.raises(FitError, match="expected finite features"):
-        add_class(density, new * torch.inf, examples=600)
+        widen_density(density, new * torch.inf, examples=600)

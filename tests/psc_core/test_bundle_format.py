@@ -333,41 +333,30 @@ def test_documented_fields_exist(bundles: dict[str, Path]) -> None:
     assert set(top) == known
 
 
-@pytest.mark.parametrize(
-    ("where", "value", "message"),
-    [
-        ("checks.reviewed", None, r"checks\.names \(reviewed\)"),
-        ("checks.reviewed.kinds", [], "kinds"),
-        ("checks.reviewed.kinds", [{"name": "a", "images": 1, "day": None}], "tensors of 1 kinds"),
-        ("checks.reviewed.counts_below", 0.0, "counts_below"),
-        ("checks.reviewed.stored_images", None, "others too"),
-        ("checks.reviewed.stored_images.count", 7, "stored images"),
-        ("density.sizes.kept", 3, "sizes"),
-    ],
-)
-def test_a_forged_check_is_refused(
-    bundles: dict[str, Path], tmp_path: Path, where: str, value: Any, message: str
-) -> None:
-    copy = Path(shutil.copytree(bundles["reviewed"], tmp_path / "bundle"))
-    forge.assign(copy, where, value)
-    with pytest.raises(BundleError, match=message):
-        PSC.load(copy, device="cpu", allow_factories=ALLOW)
+ONE = {"images": 10, "slope": 1.0, "bias": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("where", "value", "message"),
+    ("name", "where", "value", "message"),
     [
-        ("added_classes", [], "head.sizes.classes to be 12"),
-        ("added_classes", [{"images": 10, "slope": 1.0, "bias": 0.0}] * 11, "head.sizes.classes to be 1"),
-        ("added_classes", [{"images": 10, "slope": 0.0, "bias": 0.0}] * 2, "slope"),
-        ("added_classes", [{"images": 10, "slope": 1.0, "bias": 0.0}], "head.sizes.classes to be 11"),
-        ("density.sizes.classes", 4, "density.sizes.classes"),
+        ("reviewed", "checks.reviewed", None, r"checks\.names \(reviewed\)"),
+        ("reviewed", "checks.reviewed.kinds", [], "kinds"),
+        ("reviewed", "checks.reviewed.kinds", [{"name": "a", "images": 1, "day": None}], "tensors of 1 kinds"),
+        ("reviewed", "checks.reviewed.counts_below", 0.0, "counts_below"),
+        ("reviewed", "checks.reviewed.stored_images", None, "others too"),
+        ("reviewed", "checks.reviewed.stored_images.count", 7, "stored images"),
+        ("reviewed", "density.sizes.kept", 3, "sizes"),
+        ("added", "added_classes", [], "head.sizes.classes to be 12"),
+        ("added", "added_classes", [ONE] * 11, "head.sizes.classes to be 1"),
+        ("added", "added_classes", [{"images": 10, "slope": 0.0, "bias": 0.0}] * 2, "slope"),
+        ("added", "added_classes", [ONE], "head.sizes.classes to be 11"),
+        ("added", "density.sizes.classes", 4, "density.sizes.classes"),
     ],
 )
-def test_forged_added_classes_are_refused(
-    bundles: dict[str, Path], tmp_path: Path, where: str, value: Any, message: str
+def test_what_is_forged_is_refused(
+    bundles: dict[str, Path], tmp_path: Path, name: str, where: str, value: Any, message: str
 ) -> None:
-    copy = Path(shutil.copytree(bundles["added"], tmp_path / "bundle"))
+    copy = Path(shutil.copytree(bundles[name], tmp_path / "bundle"))
     forge.assign(copy, where, value)
     with pytest.raises(BundleError, match=message):
         PSC.load(copy, device="cpu", allow_factories=ALLOW)
@@ -375,7 +364,7 @@ def test_forged_added_classes_are_refused(
 
 def test_a_regression_has_no_added_classes(angle_bundle: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(angle_bundle, tmp_path / "bundle"))
-    forge.assign(copy, "added_classes", [{"images": 10, "slope": 1.0, "bias": 0.0}])
+    forge.assign(copy, "added_classes", [ONE])
     with pytest.raises(BundleError, match="expected no added_classes beside"):
         PSCRegressor.load(copy, device="cpu", allow_factories=ALLOW)
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from psc_core.bundle import read_bundle
 from psc_core.cli import export as cli
 from psc_core.data.open import open_dataset
-from psc_core.errors import BundleError, UsageError
+from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.export import GRAPH, PIXELS, README, RUNTIMES, VECTORS, check, export_graph, table
 from psc_core.images.preprocess import PRESETS
 from psc_core.model import FittedModel, load_model
@@ -111,21 +111,25 @@ def test_the_readme_runs(folder: Path, tmp_path: Path) -> None:
         assert f"`{name}` (" in text
 
 
-def test_proof_travels_along(folder: Path, model: FittedModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_proof_travels_along(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = load_file(folder / VECTORS)
     assert len(vectors[PIXELS]) == 64 and vectors["decision"].unique().tolist() == [0, 1, 2]  # the bundle's examples
     code, text, _ = run(capsys, cli.main, ["--check", str(folder)])
     assert code == 0 and text.count("equal") == len(RUNTIMES) and text.count("0 of 64") == len(RUNTIMES)
     found = check(folder)
     assert [each.runtime for each in found] == list(RUNTIMES) and all(each.agrees for each in found)
-    assert table([]).startswith("no runtime is installed of onnxruntime")
+    assert "other answers  probabilities apart  ood_p_value apart  log_density apart" in table(found)
+    monkeypatch.setattr("psc_core.export.RUNTIMES", {"no_such_runtime": RUNTIMES["openvino"]})
+    with pytest.raises(NetworkError, match="no runtime is installed of no_such_runtime"):
+        check(folder)
 
 
-@pytest.mark.parametrize("name", ["probabilities", "ood_p_value", "decision"])
+@pytest.mark.parametrize("name", ["probabilities", "ood_p_value", "decision", "prediction_set"])
 def test_other_answers_are_found(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     vectors = load_file(copy / VECTORS)
-    vectors[name][0] = (vectors[name][0] + 1) % 3 if name == "decision" else vectors[name][0] + 0.01
+    first = vectors[name][0]
+    vectors[name][0] = (first + 1) % 3 if name == "decision" else ~first if first.dtype == torch.bool else first + 0.01
     save_file(vectors, copy / VECTORS)
     code, text, err = run(capsys, cli.main, ["--check", str(copy)])
     assert code == 2 and "DIFFERS" in text and "a runtime answers differently" in err
@@ -137,6 +141,10 @@ def test_folders_that_are_none(folder: Path, tmp_path: Path, capsys: pytest.Capt
     save_file({"x": torch.zeros(1)}, tmp_path / VECTORS)
     with pytest.raises(BundleError, match="lacks images"):
         check(tmp_path)
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    save_file({**load_file(other / VECTORS), "more": torch.ones(64)}, other / VECTORS)
+    code, _, err = run(capsys, cli.main, ["--check", str(other)])
+    assert code == 2 and "onnxruntime gives no more of model.onnx" in err
     broken = Path(shutil.copytree(folder, tmp_path / "broken"))
     (broken / GRAPH).write_bytes(b"no graph")
     code, _, err = run(capsys, cli.main, ["--check", str(broken)])
@@ -174,3 +182,7 @@ def test_in_python(model: FittedModel, images: torch.Tensor, tmp_path: Path) -> 
     vectors = load_file(tmp_path / "out" / VECTORS)
     assert torch.equal(vectors[PIXELS][:3].permute(0, 3, 1, 2), images[:3])
     assert all(each.agrees for each in check(tmp_path / "out"))
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(UsageError, match="that psc-export did not write"):
+        model.export(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"

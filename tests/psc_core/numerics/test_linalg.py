@@ -198,3 +198,16 @@ def test_excess_matches_the_twin(readings: list[float], data: st.DataObject) -> 
     got = tail_excess(torch.tensor([readings, [2 * each for each in readings]], dtype=torch.float64).T, k)
     exact = naive.tail_excess(readings, k)
     assert got.tolist() == pytest.approx([exact, 2 * exact], abs=1e-9)
+
+
+def test_what_is_exported_is_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ascending = torch.tensor([[-1.0, 0.0, 0.0, 2.0], [3.0, 3.0, 3.0, 3.0]])
+    values = torch.tensor([[-2.0, 0.0, 1.0, torch.nan], [3.0, 2.0, 4.0, torch.inf]])
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    served = [linalg.positions(ascending, values, right=right) for right in (False, True)]
+    apart = linalg.distances(x, y), linalg.distances(x.expand(2, 5, 3), y.expand(2, 4, 3))
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    for right in (False, True):
+        assert torch.equal(linalg.positions(ascending, values, right=right), served[right])
+    torch.testing.assert_close(linalg.distances(x, y), apart[0])
+    torch.testing.assert_close(linalg.distances(x.expand(2, 5, 3), y.expand(2, 4, 3)), apart[1])
