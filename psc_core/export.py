@@ -1,13 +1,15 @@
 """A bundle's decision as one ONNX file: pixels in; scores, prediction set or interval, and decision out.
 
-    images uint8 (n, h, w, c) ─▶ standardise ─▶ network ─▶ everything after it
-                                 four nodes     its graph   :class:`Answers`, exported by PyTorch
+    images uint8 (n, h, w, c) ─▶ inputs of the network ─▶ network ─▶ everything after it
+                                 :class:`Inputs`          its graph  :class:`Answers`
 
-Three graphs become one.  Everything after the network is float32 there, though the service computes up to the
-difference from a class mean in float64; :func:`check` says what that costs.  What ONNX lacks, :mod:`psc_core.linalg`
-exports as something else.  Where a threshold is an input with a default, a caller may give another.
+Three graphs become one, of which PyTorch exports the first and the last.  A second file differs in the first: it takes
+images of any size, and resizes and crops them.  Everything after the network is float32 there, though the service
+computes up to the difference from a class mean in float64; :func:`check` says what that costs.  What ONNX lacks,
+:mod:`psc_core.linalg` exports as something else.  Where a threshold is an input with a default, a caller may give
+another.
 
-A folder has the graph, :data:`VECTORS` with images and their answers by the bundle, and a README.  :func:`check` sends
+A folder has the graphs, :data:`VECTORS` with images and their answers by the bundle, and a README.  :func:`check` sends
 these images through every runtime that is installed.
 """
 
@@ -24,16 +26,19 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
+from torch.nn import functional
 
 from psc_core.bundle import EXPORTED
 from psc_core.conformal import conformal_p_values
 from psc_core.errors import BundleError, NetworkError, UsageError, needs
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below
-from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, as_batch
+from psc_core.images.graph import Resize
+from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, Preprocess, as_batch
 from psc_core.model import FittedModel
 from psc_core.network.export import silent
 from psc_core.network.onnx import PACKAGES
@@ -45,13 +50,31 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 GRAPH: Final = EXPORTED
+ANY_SIZE: Final = "model-any-size.onnx"
 VECTORS: Final = "vectors.safetensors"
 README: Final = "README.md"
 PIXELS: Final = "images"  # the input
 METADATA: Final = "psc"  # the key of what the graph says of itself, in JSON
 VECTOR_IMAGES: Final = 64
+LARGER_IMAGES: Final = 8  # images of another size than the network's, for the graph that resizes
+_LARGER: Final = "any-size/"  # before the names of what belongs to :data:`ANY_SIZE`
+_LIMITS: Final = ("alpha", "quantile")
+_LOOSER: Final = 100  # times that, where levels of pixels may be rounded otherwise
 # What two runtimes may differ by; the numbers of a regression in standard deviations.
 CLOSE: Final = {"probabilities": 1e-4, "ood_p_value": 1e-3, **dict.fromkeys(("mean", "lower", "upper"), 1e-3)}
+
+
+class Inputs(nn.Module):
+    """Everything before the network: from pixels, or decoded images of any size, to its inputs."""
+
+    def __init__(self, preprocess: Preprocess, *, resize: bool) -> None:
+        super().__init__()
+        self.resize = Resize(preprocess) if resize else None
+        self.scale, self.shift = (nn.Buffer(part) for part in preprocess.scale_and_shift())
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images.permute(0, 3, 1, 2) if self.resize is None else self.resize(images)
+        return pixels.float() * self.scale + self.shift
 
 
 class Answers(nn.Module):
@@ -75,8 +98,8 @@ class Answers(nn.Module):
         return found | self.calibration.decide_in_graph(found, scored.probabilities, given)
 
 
-def export_graph(model: FittedModel) -> ModelProto:
-    """Return the graph of a fitted model."""
+def export_graphs(model: FittedModel, files: Sequence[str] = (GRAPH, ANY_SIZE)) -> dict[str, ModelProto]:
+    """Return graphs of a fitted model by file name: for images of the network's size, and of any size."""
     needs("an ONNX graph", "onnx", *PACKAGES, error=NetworkError)
     from onnx import compose, load_from_string, version_converter
 
@@ -87,27 +110,43 @@ def export_graph(model: FittedModel) -> ModelProto:
     if not (head := model.pipeline.scorer.head).has_graph:
         raise UsageError(f"ONNX lacks operations of the head {head.kind!r}; fit the model with another head")
     network = load_from_string(storable_backbone(model, graph=True).onnx or b"")
-    after = _exported(model)
+    after = _answers(model)
     opset = next(each.version for each in after.opset_import if not each.domain)
+    found = {}
     try:
         if any(each.version != opset for each in network.opset_import if not each.domain):
             network = version_converter.convert_version(network, opset)
-        before = _standardising(model, opset)
-        for graph in (before, network, after):
-            graph.ir_version = max(each.ir_version for each in (network, after))
-        pixels = [(before.graph.output[0].name, f"network/{network.graph.input[0].name}")]
-        network = compose.merge_models(before, compose.add_prefix(network, "network/"), pixels)
+        network = compose.add_prefix(network, "network/")
+        after.ir_version = network.ir_version = max(each.ir_version for each in (network, after))
         features = [each.name for each in network.graph.output]
         names = [each.name for each in after.graph.input][: len(features)]
-        found: ModelProto = compose.merge_models(network, after, list(zip(features, names, strict=True)))
+        rest: ModelProto = compose.merge_models(network, after, list(zip(features, names, strict=True)))
+        for file in files:
+            before = _inputs(model, resize=file == ANY_SIZE)
+            before.ir_version = rest.ir_version
+            pixels = [(before.graph.output[0].name, network.graph.input[0].name)]
+            found[file] = compose.merge_models(before, rest, pixels)
     except Exception as error:  # the packages' errors have no common base class
         raise NetworkError(f"the graphs of {model.name} do not fit together: {str(error)[:300]}") from error
-    remove_notes(found)
-    _give_defaults(found, model)
+    for graph in found.values():
+        remove_notes(graph)
+        _give_defaults(graph, model)
     return found
 
 
-def _exported(model: FittedModel) -> ModelProto:
+def _exported(model: FittedModel, module: nn.Module, examples: tuple[Any, ...], **settings: Any) -> ModelProto:
+    """Return the graph of a module, traced with ``examples``, with the default opset of PyTorch."""
+    with silent(), torch.inference_mode(False), torch.no_grad():
+        try:
+            program = torch.onnx.export(module.eval(), examples, dynamo=True, verbose=False, **settings)
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise NetworkError(f"{model.name} cannot be exported to ONNX: {reason[:300]}") from error
+    assert program is not None
+    return program.model_proto
+
+
+def _answers(model: FittedModel) -> ModelProto:
     """Return the graph of :class:`Answers`, whose inputs are the features and then the thresholds."""
     from onnx import compose, helper
 
@@ -116,45 +155,34 @@ def _exported(model: FittedModel) -> ModelProto:
         features, output = scorer.features(scorer.standardise(smooth_noise(model.preprocess, 2).to(model.device)))
     examples = [each.float().cpu().clone() for each in (*features, *([] if output is None else [output]))]
     thresholds = [torch.tensor(float(value)) for value in _defaults(model).values()]
-    any_number = [{0: torch.export.Dim.DYNAMIC}] * len(examples), [None] * len(thresholds)
     answers = Answers(model).eval()
-    with silent(), torch.inference_mode(False), torch.no_grad():
-        try:
-            names = list(answers([each.clone() for each in examples], thresholds))
-            program = torch.onnx.export(
-                answers, (examples, thresholds), dynamo=True, dynamic_shapes=any_number, verbose=False,
-                input_names=[*(f"features_{at}" for at in range(len(examples))), *_defaults(model)],
-            )  # fmt: skip
-        except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise NetworkError(f"{model.name} cannot be exported to ONNX: {reason[:300]}") from error
-    assert program is not None
-    found: ModelProto = compose.add_prefix(program.model_proto, "answers/", rename_inputs=False)
+    with torch.inference_mode(False), torch.no_grad():
+        names = list(answers([each.clone() for each in examples], thresholds))
+    inputs = [*(f"features_{at}" for at in range(len(examples))), *_defaults(model)]
+    any_number = [{0: torch.export.Dim.DYNAMIC}] * len(examples), [None] * len(thresholds)
+    graph = _exported(model, answers, (examples, thresholds), dynamic_shapes=any_number, input_names=inputs)
+    found: ModelProto = compose.add_prefix(graph, "answers/", rename_inputs=False)
     for name, output in zip(names, found.graph.output, strict=True):
         found.graph.node.append(helper.make_node("Identity", [output.name], [name]))
-        output.name = name
+        output.name, output.type.tensor_type.shape.dim[0].dim_param = name, "n"
     return found
 
 
-def _standardising(model: FittedModel, opset: int) -> ModelProto:
-    from onnx import TensorProto, helper, numpy_helper
+def _inputs(model: FittedModel, *, resize: bool) -> ModelProto:
+    """Return the graph of :class:`Inputs`."""
+    from onnx import compose
 
-    scale, shift = (part.numpy() for part in model.preprocess.scale_and_shift())
     channels, height, width = model.preprocess.shape
-    nodes = [
-        helper.make_node("Transpose", [PIXELS], ["before/planes"], perm=[0, 3, 1, 2]),
-        helper.make_node("Cast", ["before/planes"], ["before/floats"], to=TensorProto.FLOAT),
-        helper.make_node("Mul", ["before/floats", "before/scale"], ["before/scaled"]),
-        helper.make_node("Add", ["before/scaled", "before/shift"], ["before/inputs"]),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "psc",
-        [helper.make_tensor_value_info(PIXELS, TensorProto.UINT8, ["n", height, width, channels])],
-        [helper.make_tensor_value_info("before/inputs", TensorProto.FLOAT, ["n", channels, height, width])],
-        [numpy_helper.from_array(part, f"before/{name}") for name, part in (("scale", scale), ("shift", shift))],
+    dynamic = dict.fromkeys((0, 1, 2) if resize else (0,), torch.export.Dim.DYNAMIC)
+    example = torch.zeros(2, height + 1 if resize else height, width + 2 if resize else width, channels).byte()
+    graph = _exported(
+        model, Inputs(model.preprocess, resize=resize), (example,), dynamic_shapes=(dynamic,), input_names=[PIXELS]
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+    found: ModelProto = compose.add_prefix(graph, "before/", rename_inputs=False)
+    sizes = found.graph.input[0].type.tensor_type.shape.dim
+    for axis, name in zip(dynamic, "nhw", strict=False):
+        sizes[axis].dim_param = name
+    return found
 
 
 def _defaults(model: FittedModel) -> dict[str, float]:
@@ -193,25 +221,38 @@ def images_below(folder: Path, *, must: bool = True) -> list[str]:
 
 
 def export_model(model: FittedModel, folder: Path, images: Sequence[ImageLike] = ()) -> None:
-    """Write graph, images with their answers, and README to ``folder``; noise fills the images up."""
+    """Write the graphs, images with their answers, and README to ``folder``; noise fills the images up."""
     if (folder / README).exists() and not (folder / VECTORS).exists():
         raise UsageError(f"{folder} has a {README} that psc-export did not write; give a folder of its own")
-    graph = export_graph(model).SerializeToString()
+    graphs = export_graphs(model)
     given = model.preprocess.to_pixels(as_batch(images[:VECTOR_IMAGES], model.preprocess))
     pixels = torch.cat([given, smooth_noise(model.preprocess, VECTOR_IMAGES)])[:VECTOR_IMAGES]
+    larger = _enlarged(pixels[:LARGER_IMAGES])
+    reduced = [model.preprocess.from_image(Image.fromarray(each.numpy())) for each in larger.squeeze(-1)]
+    vectors = {PIXELS: pixels.permute(0, 2, 3, 1), **_answers_of(model, pixels)}
+    limits = {"alpha": model.policy.alpha, "quantile": model.calibration.quantile(model.policy.coverage)}
+    vectors |= {name: torch.tensor(limit) for name, limit in limits.items()}
+    answers = {PIXELS: larger, **_answers_of(model, torch.from_numpy(np.stack(reduced)))}
+    vectors |= {_LARGER + name: each for name, each in answers.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, graph in graphs.items():
+        (folder / file).write_bytes(graph.SerializeToString())
+    (folder / VECTORS).write_bytes(save({name: each.contiguous() for name, each in vectors.items()}))
+    (folder / README).write_text(_readme(model), encoding="utf-8")
+
+
+def _enlarged(pixels: Tensor) -> Tensor:
+    """Return images of another size and shape, (n, h, w, c)."""
+    height, width = (1 + round(factor * side) for factor, side in zip((2.3, 1.7), pixels.shape[2:], strict=True))
+    return functional.interpolate(pixels, (height, width), mode="bicubic", antialias=True).permute(0, 2, 3, 1)
+
+
+def _answers_of(model: FittedModel, pixels: Tensor) -> dict[str, Tensor]:
     outputs = model.compute(pixels)
     decisions = model.decide(model.outputs(outputs.packed.numpy()))
     answers = {name: outputs[name] for name in outputs.scores} | {"probabilities": outputs.probabilities}
     answers |= {name: torch.as_tensor(value) for name, value in vars(decisions).items()}
-    if model.checks:
-        answers["checks"] = outputs.check_p_values
-    limits = {"alpha": model.policy.alpha, "quantile": model.calibration.quantile(model.policy.coverage)}
-    answers |= {name: torch.tensor(limit) for name, limit in limits.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / GRAPH).write_bytes(graph)
-    vectors = {PIXELS: pixels.permute(0, 2, 3, 1), **answers}
-    (folder / VECTORS).write_bytes(save({name: each.contiguous() for name, each in vectors.items()}))
-    (folder / README).write_text(_readme(model), encoding="utf-8")
+    return answers | ({"checks": outputs.check_p_values} if model.checks else {})
 
 
 def _readme(model: FittedModel) -> str:
@@ -284,6 +325,7 @@ class Compared:
     """What a runtime answers beside the bundle."""
 
     runtime: str
+    graph: str
     others: int  # number of images with another decision or set that is not as near to a limit as :data:`CLOSE`
     apart: Mapping[str, float]  # largest difference by output
     images: int
@@ -291,16 +333,27 @@ class Compared:
     @property
     def agrees(self) -> bool:
         """Whether the differences are as small as they should be."""
-        return not self.others and all(self.apart[name] <= CLOSE[name] for name in CLOSE.keys() & self.apart.keys())
+        close = self.apart.keys() & CLOSE.keys()
+        return not self.others and all(self.apart[name] <= _close(name, self.graph) for name in close)
 
     def row(self) -> list[str]:
         numbers = (f"{self.apart[name]:.1e}" for name in self.columns)
-        return [self.runtime, f"{self.others} of {self.images}", *numbers, "equal" if self.agrees else "◀ DIFFERS"]
+        return [
+            self.runtime,
+            self.graph,
+            f"{self.others} of {self.images}",
+            *numbers,
+            "equal" if self.agrees else "◀ DIFFERS",
+        ]
 
     @property
     def columns(self) -> list[str]:
         """The outputs that a table shows."""
         return [name for name in (*CLOSE, "log_density") if name in self.apart]
+
+
+def _close(name: str, graph: str) -> float:
+    return CLOSE[name] * (_LOOSER if graph == ANY_SIZE else 1)
 
 
 def check(folder: Path) -> list[Compared]:
@@ -309,11 +362,15 @@ def check(folder: Path) -> list[Compared]:
         vectors = {name: each.numpy() for name, each in load_file(folder / VECTORS).items()}
     except (OSError, SafetensorError) as error:
         raise BundleError(f"{folder} is no exported folder: {error}; export the bundle again") from error
-    if PIXELS not in vectors or not (folder / GRAPH).is_file():
-        raise BundleError(f"{folder} lacks {PIXELS} in {VECTORS}, or {GRAPH}; export the bundle again")
+    larger = {name.removeprefix(_LARGER): each for name, each in vectors.items() if name.startswith(_LARGER)}
+    given = {GRAPH: {name: each for name, each in vectors.items() if not name.startswith(_LARGER)}, ANY_SIZE: larger}
+    limits = {name: vectors[name] for name in _LIMITS if name in vectors}
+    for file, each in given.items():
+        if PIXELS not in each or not (folder / file).is_file():
+            raise BundleError(f"{folder} lacks images for {file} in {VECTORS}, or {file}; export the bundle again")
     if not (installed := [name for name in RUNTIMES if importlib.util.find_spec(name)]):
         raise NetworkError(f"no runtime is installed of {', '.join(RUNTIMES)}; pip install onnxruntime")
-    return [_compare(name, folder / GRAPH, vectors) for name in installed]
+    return [_compare(name, folder / file, limits | each) for name in installed for file, each in given.items()]
 
 
 def _compare(runtime: str, graph: Path, vectors: Mapping[str, npt.NDArray[Any]]) -> Compared:
@@ -323,24 +380,24 @@ def _compare(runtime: str, graph: Path, vectors: Mapping[str, npt.NDArray[Any]])
         one, others = run(images[:1]), run(images[1:])  # Some runtimes err for one image alone.
         answers = {name: np.concatenate([each, others[name]]) for name, each in one.items()}
     except Exception as error:  # a runtime's errors have no common base class
-        raise NetworkError(f"{runtime} cannot run {GRAPH}: {str(error)[:300]}") from error
-    expected = {name: each for name, each in vectors.items() if name not in (PIXELS, "alpha", "quantile") and each.size}
+        raise NetworkError(f"{runtime} cannot run {graph.name}: {str(error)[:300]}") from error
+    expected = {name: each for name, each in vectors.items() if name not in (PIXELS, *_LIMITS) and each.size}
     if missing := expected.keys() - answers.keys():
-        raise NetworkError(f"{runtime} gives no {', '.join(sorted(missing))} of {GRAPH}; export the bundle again")
+        raise NetworkError(f"{runtime} gives no {', '.join(sorted(missing))} of {graph.name}; export the bundle again")
     floats = [name for name, each in expected.items() if each.dtype == np.float32]
     apart = {name: float(np.abs(answers[name].astype(float) - expected[name]).max()) for name in floats}
     if "lower" in expected:
         deviation = np.hypot(expected["aleatoric"], expected["epistemic"]).min()
         apart |= {name: apart[name] / float(deviation) for name in ("mean", "lower", "upper")}
     differs = answers["decision"] != expected["decision"]
-    differs &= np.abs(expected["ood_p_value"] - vectors["alpha"]) > CLOSE["ood_p_value"]
+    differs &= np.abs(expected["ood_p_value"] - vectors["alpha"]) > _close("ood_p_value", graph.name)
     if "prediction_set" in expected:
-        is_clear = np.abs(expected["probabilities"] - vectors["quantile"]) > CLOSE["probabilities"]
+        is_clear = np.abs(expected["probabilities"] - vectors["quantile"]) > _close("probabilities", graph.name)
         differs |= ((answers["prediction_set"] != expected["prediction_set"]) & is_clear).any(axis=1)
-    return Compared(runtime, int(differs.sum()), apart, len(differs))
+    return Compared(runtime, graph.name, int(differs.sum()), apart, len(differs))
 
 
 def table(compared: Sequence[Compared]) -> str:
     """Return one line for each runtime."""
-    head = ["runtime", "other answers", *(f"{name} apart" for name in compared[0].columns), ""]
+    head = ["runtime", "graph", "other answers", *(f"{name} apart" for name in compared[0].columns), ""]
     return "\n".join(align([head, *(each.row() for each in compared)]))

@@ -19,7 +19,7 @@ from psc_core.answers import CLASSIFICATION_DECISIONS
 from psc_core.bundle import GRAPH, MAX_ARGUMENT, MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES, PARTS, Manifest
 from psc_core.density import DENSITIES, class_values
 from psc_core.errors import BundleError, UsageError
-from psc_core.export import RUNTIMES, export_graph
+from psc_core.export import RUNTIMES, export_graphs
 from psc_core.heads import dve, sngp
 from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
@@ -155,7 +155,7 @@ def test_an_exported_graph_agrees(
     bundles: dict[str, Path], regressions: dict[str, Path], images: torch.Tensor, tmp_path: Path, name: str
 ) -> None:
     model = load_model({**regressions, **bundles}[name], device="cpu", allow_factories=ALLOW)
-    (tmp_path / "model.onnx").write_bytes(export_graph(model).SerializeToString())
+    (tmp_path / "model.onnx").write_bytes(export_graphs(model, ["model.onnx"])["model.onnx"].SerializeToString())
     ours = model.outputs(model.compute(images).packed.numpy())
     decisions = model.decide(ours)
     for runtime, start in RUNTIMES.items():
@@ -174,7 +174,7 @@ def test_an_exported_graph_agrees(
 def test_what_has_no_graph_is_refused(regressions: dict[str, Path]) -> None:
     dve = load_model(regressions["dve"], device="cpu", allow_factories=ALLOW)
     with pytest.raises(UsageError, match="ONNX lacks operations of the head 'dve'"):
-        export_graph(dve)
+        export_graphs(dve)
 
 
 @pytest.mark.thorough
