@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union
@@ -19,6 +20,7 @@ from app.service import Service, service_of, service_to
 from psc_core.answers import BasePolicy, Document, Target
 from psc_core.bundle import TRY_FOLDER
 from psc_core.images import SUFFIXES
+from psc_core.model import FittedModel
 from psc_core.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -150,11 +152,30 @@ async def named_model(request: Request, name: str) -> ModelDocument:
 def model_document(service: Service, name: str | None) -> ModelDocument:
     """Return the document that describes a served model, by default the default one."""
     served = service.registry.get(name)
-    model = served.model
+    return describe_model(
+        served.model,
+        served.policy,
+        name=served.name,
+        backend=served.backend,
+        models=service.registry.names,
+        feedback=service.log is not None,
+    )
+
+
+def describe_model(
+    model: FittedModel,
+    policy: BasePolicy,
+    *,
+    name: str,
+    backend: str,
+    models: Sequence[str],
+    feedback: bool = False,
+) -> ModelDocument:
+    """Return the document that describes a model under a policy; ``models`` are served beside it."""
     scores = model.calibration.ood_scores.cpu().numpy().astype(np.float64)
     counts, edges = np.histogram(scores, bins=_BINS)
     return ModelDocument(
-        name=served.name,
+        name=name,
         version=model.version,
         layer=model.layer,
         predictions=model.predictions,
@@ -162,21 +183,21 @@ def model_document(service: Service, name: str | None) -> ModelDocument:
         epistemic_unit=model.epistemic_unit,
         checks=list(model.checks),
         device=str(model.device),
-        backend=served.backend,
+        backend=backend,
         target=model.task.number(),
         classes=list(model.classes),
         input=model.preprocess.to_json(),
-        policy=served.policy,
-        notes=[served.headline, *served.policy.notes(model.classes)],
+        policy=policy,
+        notes=[policy.headline(model.report["metrics"]), *policy.notes(model.classes)],
         calibration=CalibrationDocument(
             images=len(scores),
-            ood_score_threshold=model.calibration.ood_score_threshold(served.policy.alpha),
+            ood_score_threshold=model.calibration.ood_score_threshold(policy.alpha),
             ood_score=Histogram(edges=edges.tolist(), counts=counts.tolist()),
             entropy_quantiles=model.calibration.entropy_quantiles(),
         ),
         report=dict(model.report),
-        models=list(service.registry.names),
-        feedback=service.log is not None,
+        models=list(models),
+        feedback=feedback,
     )
 
 

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import functools
 import http.server
+import io
 import json
 import os
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from safetensors.torch import load_file
 
-from psc_core.cli import export as cli
+from app import export_cli as cli
 from psc_core.export import PIXELS, README, VECTORS
-from tests.browser.test_page import Driver, chromium, driver, text, until
+from psc_core.model import load_model
+from tests.browser.test_page import Driver, chromium, driver, find, text, until
 from tests.conftest import ROOT
+from tests.served import GUARD_SECONDS
 
 __all__ = ["chromium", "driver"]
 
+BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
 WEB = os.environ.get("PSC_ORT_WEB", "")  # the folder dist of onnxruntime-web: npm install onnxruntime-web
 PAGE = """<!doctype html><meta charset="utf-8"><pre id="found"></pre>
 <script type="importmap">{"imports": {"onnxruntime-web": "./dist/ort.wasm.bundle.min.mjs"}}</script>
@@ -33,19 +39,26 @@ console.log("done");
 </script>"""
 
 
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """Serve a folder as any file server does."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    assert cli.main(["--bundle", str(ROOT / "artifacts" / "dirty-mnist-resnet18"), "--out", str(tmp_path / "out")]) == 0
+    assert cli.main(["--bundle", str(BUNDLE), "--out", str(tmp_path / "out")]) == 0
     (block,) = re.findall(r"```js\n(.*?)```", (tmp_path / "out" / README).read_text(), re.DOTALL)
     (tmp_path / "out" / "block.mjs").write_text(block.replace(", pixels,", ", pixels.slice(0, 784),"))
     (tmp_path / "out" / "index.html").write_text(PAGE)
     (tmp_path / "out" / "pixels.bin").write_bytes(load_file(tmp_path / "out" / VECTORS)[PIXELS][:5].numpy().tobytes())
     (tmp_path / "out" / "dist").symlink_to(WEB)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "out"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    with serving(tmp_path / "out") as url:
+        yield url
 
 
 @pytest.mark.skipif(not WEB, reason="PSC_ORT_WEB names no onnxruntime-web")
@@ -56,3 +69,50 @@ def test_a_browser_decides_as_the_bundle(driver: Driver, url: str, tmp_path: Pat
     lines = re.findall(r"decision (\d), p-value ([\d.e-]+)", text(driver, "#found"))
     assert [int(decision) for decision, _ in lines] == vectors["decision"][:5].tolist(), json.dumps(lines)
     assert [float(p) for _, p in lines] == pytest.approx(vectors["ood_p_value"][:5].tolist(), abs=1e-3)
+
+
+ASK = """
+const [bytes, done] = arguments;
+const form = new FormData();
+form.append("images", new File([new Uint8Array(bytes)], "image"));
+fetch("models/digits/predict?explain=true", {method: "POST", body: form})
+  .then(async (response) => done([response.status, await response.json()]));
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[str]:
+    words = ["--bundle", str(BUNDLE), "--out", str(tmp_path / "site"), "--for", "web", "--runtime", WEB]
+    assert cli.main(words) == 0
+    with serving(tmp_path / "site") as url:
+        yield url
+
+
+@pytest.mark.skipif(not WEB, reason="PSC_ORT_WEB names no onnxruntime-web")
+def test_the_page_needs_no_service(driver: Driver, site: str) -> None:
+    driver.get(site)
+    until(lambda: len(find(driver, "#examples button")) == 4)
+    signs = {"clean": "✓ Accept", "ambiguous": "? Unclear", "shirt": "! Unusual", "corner": "! Unusual"}
+    for button, (name, sign) in zip(find(driver, "#examples button"), signs.items(), strict=True):
+        button.click()
+        shown = f"{name}.png | {sign}"
+        until(lambda shown=shown: f"{text(driver, '#panel-name')} | {text(driver, '#badge')}" == shown)  # type: ignore[misc]
+    assert not any(element.is_displayed() for element in find(driver, "#views, footer nav"))
+    driver.set_script_timeout(GUARD_SECONDS)
+    model, photo = load_model(BUNDLE, device="cpu"), Image.linear_gradient("L").resize((301, 203)).convert("RGB")
+    turned = Image.Exif()
+    turned[0x112] = 6
+    seen_through = photo.copy()
+    seen_through.putalpha(photo.convert("L").rotate(180))
+    for image, kind, more in ((photo, "PNG", {}), (photo, "JPEG", {"exif": turned}), (seen_through, "PNG", {})):
+        buffer = io.BytesIO()
+        image.save(buffer, kind, **more)
+        status, answer = driver.execute_async_script(ASK, list(buffer.getvalue()))
+        ours, (theirs,) = model.predict([buffer.getvalue()]), answer["predictions"]
+        assert status == 200 and theirs["decision"] == ours.decision[0] and theirs["label"] == ours.labels[0]
+        assert theirs["probabilities"] == pytest.approx(ours.probabilities[0].tolist(), abs=0.01)
+        assert theirs["prediction_set"] == list(ours.prediction_set[0])
+        assert theirs["checks"].keys() == set(model.checks)
+    status, answer = driver.execute_async_script(ASK, list(b"no image"))
+    assert status == 415 and "cannot read the image" in answer["detail"]
+    assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []

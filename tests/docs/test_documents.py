@@ -15,11 +15,11 @@ import shtab
 
 from app.cli import parser as serve_parser
 from app.client_cli import parser as predict_parser
+from app.export_cli import parser as export_parser
 from benchmarks.report import SECTIONS, section, updated
 from benchmarks.runs import RESULTS
 from psc_core.cli.evaluate import parser as eval_parser
 from psc_core.cli.evaluate import report_parser as report_parser
-from psc_core.cli.export import parser as export_parser
 from psc_core.cli.fit import parser as fit_parser
 from psc_core.cli.log import parser as log_parser
 from psc_core.cli.log import recalibrate_parser as recalibrate_parser

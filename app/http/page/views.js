@@ -17,8 +17,8 @@ export function startViews(chosen) {
 // Offer the views that a model has, and show the one that the address names.
 export function offerViews(served) {
   model = served;
-  document.getElementById("views").hidden = false;
   links.find(({ hash }) => hash === "#review").hidden = !model.feedback;
+  document.getElementById("views").hidden = links.filter((link) => !link.hidden).length < 2;
   show();
 }
 

@@ -1,0 +1,105 @@
+"""``psc-export``: write a bundle's decision for other programs, and compare the runtimes that are installed.
+
+What needs torch is imported when a bundle is read: help, the version and usage errors are there at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from psc_core.cli import flags
+from psc_core.errors import NetworkError, UsageError
+
+_EXAMPLE = """examples:
+  psc-export --bundle bundle --out exported --images images/val
+  psc-export --check exported          (on the machine that will run it)
+  psc-export --bundle bundle --out site --for web
+"""
+# What each target is, and the file of a folder that was written for it.
+_TARGETS: Final = {
+    "onnx": ("one ONNX file, with test images and README", "README.md"),
+    "web": ("a static web page with the model inside", "index.html"),
+    "triton": ("a repository of Triton", "config.pbtxt"),
+    "openvino": ("a repository of OpenVINO's model server", "model.onnx"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    what = "Write a bundle's decision for other programs: pixels in, decision out."
+    cli = flags.command("psc-export", what, _EXAMPLE)
+    cli.add_argument("--bundle", type=Path, metavar="DIR", help="bundle to export")
+    cli.add_argument("--out", type=Path, metavar="DIR", help="folder to write")
+    text = "; ".join(f"{name}: {does}" for name, (does, _) in _TARGETS.items())
+    text = f"what to write (default: onnx). {text}"
+    cli.add_argument("--for", dest="target", choices=_TARGETS, default="onnx", help=text)
+    text = "folder whose first images travel along, at most 64 with their answers, or 12 to try on the web page "
+    cli.add_argument("--images", type=Path, metavar="DIR", help=text + "(default: the bundle's examples)")
+    text = "the npm package onnxruntime-web, for the web page (default: node_modules/onnxruntime-web)"
+    cli.add_argument("--runtime", type=Path, metavar="DIR", default=Path("node_modules/onnxruntime-web"), help=text)
+    text = "compare the runtimes of this machine on an exported folder, instead of exporting"
+    cli.add_argument("--check", type=Path, metavar="DIR", help=text)
+    cli.add_argument("--overwrite", action="store_true", help="replace an exported folder at --out")
+    flags.add_model_flags(cli)
+    return cli
+
+
+def export(args: argparse.Namespace) -> None:
+    if (args.check is None) == (args.bundle is None) or (args.bundle is None) != (args.out is None):
+        raise UsageError("give --bundle DIR and --out DIR to export, or --check DIR")
+    if args.check is None:
+        _write(args)
+    if args.check is not None or args.target == "onnx":
+        _check(args.check or args.out)
+
+
+def _write(args: argparse.Namespace) -> None:
+    from psc_core.bundle import TRY_FOLDER
+    from psc_core.export import export_model, images_below
+    from psc_core.model import load_model
+    from psc_core.repository import write_repository
+
+    marker = _TARGETS[args.target][1]
+    if args.target == "web":
+        from app.static_page import find_runtime, write_page
+
+        find_runtime(args.runtime)
+    place = args.out
+    model = load_model(args.bundle, device="cpu", allow_factories=args.allow_factories)
+    if args.target in ("triton", "openvino"):
+        place = args.out / model.name / ("1" if args.target == "openvino" else "")
+    if not args.overwrite:
+        flags.check_free(place, [marker])
+    examples = args.bundle / TRY_FOLDER if args.images is None else args.images
+    images = images_below(examples, must=args.images is not None)
+    match args.target:
+        case "onnx":
+            export_model(model, args.out, images)
+        case "web":
+            write_page(model, args.out, runtime=args.runtime, examples=examples)
+        case _:
+            write_repository(model, args.out, triton=args.target == "triton")
+    size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
+    print(f"wrote {args.out} ({size / 2**20:.1f} MiB) of {args.bundle} (version {model.version})")
+    if args.target == "web":
+        print(f"next: python3 -m http.server --directory {args.out}")
+
+
+def _check(folder: Path) -> None:
+    from psc_core.export import check, table
+
+    compared = check(folder)
+    print(table(compared))
+    if not all(each.agrees for each in compared):
+        raise NetworkError("a runtime answers differently; do not use it for this graph, and please report it")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return flags.run(export, parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+// The service in this browser. In a folder that `psc-export --for web` wrote, this module runs first and answers what the
+// page asks the service, by the exported graph in WebAssembly. Images never leave the browser.
+
+import * as ort from "../onnxruntime/ort.wasm.min.mjs";
+
+const MAX_PIXELS = 25_000_000; // as the service
+const GREY = [19595, 38470, 7471]; // of 65536: the weights of red, green and blue in Pillow's grey
+const fetchFile = globalThis.fetch;
+
+ort.env.wasm.wasmPaths = new URL("../onnxruntime/", import.meta.url).href;
+ort.env.wasm.proxy = true; // In a worker, so that the page answers meanwhile.
+
+const model = fetchFile("model.json").then((response) => response.json());
+const session = fetchFile("model-any-size.onnx")
+  .then((response) => response.arrayBuffer())
+  .then((graph) => ort.InferenceSession.create(graph, { executionProviders: ["wasm"], logSeverityLevel: 3 }));
+let last = Promise.resolve(); // One image after the other: WebAssembly has one thread here.
+
+class Refused extends Error {
+  constructor(status, detail) {
+    super(detail);
+    this.status = status;
+  }
+}
+
+globalThis.fetch = async (path, { body } = {}) => {
+  const [asked] = String(path).split("?");
+  try {
+    if (asked.endsWith("/predict")) return Response.json(await predict(body.get("images")));
+    if (asked.endsWith("/examples")) return await fetchFile("examples.json");
+    if (asked.includes("/examples/")) return await fetchFile(`examples/${asked.split("/").pop()}`);
+    if (asked === "model" || asked.startsWith("models/")) return Response.json(await model);
+    return fetchFile(path);
+  } catch (problem) {
+    return Response.json({ detail: problem.message }, { status: problem.status ?? 500 });
+  }
+};
+
+// What needs a service.
+for (const node of document.querySelectorAll('#views a[href="#live"], footer nav')) node.remove();
+
+async function predict(file) {
+  const { name, version, layer, policy, ...about } = await model;
+  const images = await pixelsOf(file, about.input);
+  const running = last.then(async () => (await session).run({ images }));
+  last = running.catch(() => {});
+  return { model: { name, version, layer }, policy, predictions: [answer(await running, about)] };
+}
+
+// Return the answer to one image as the service words it.
+function answer(found, { classes, checks, decisions, task }) {
+  const numbers = Object.entries(found).map(([name, { data, dims }]) => [name, dims.length > 1 ? [...data] : plain(data[0])]);
+  const values = Object.fromEntries(numbers);
+  values.decision = decisions[values.decision];
+  values.is_ood = Boolean(values.is_ood);
+  if (values.checks) values.checks = Object.fromEntries(checks.map((name, at) => [name, values.checks[at]]));
+  if (task !== "classification") return values;
+  return { ...values, label: classes[values.class_index], prediction_set: classes.filter((_, at) => values.prediction_set[at]) };
+}
+
+const plain = (value) => (typeof value === "bigint" ? Number(value) : value);
+
+// Decode a file as the service does: upright, blended onto the background, grey where the network sees grey.
+async function pixelsOf(file, { mode, background = "black" }) {
+  const options = { colorSpaceConversion: "none", premultiplyAlpha: background === "none" ? "none" : "default" };
+  const bitmap = await createImageBitmap(file, options).catch(() => {
+    throw new Refused(415, "This browser cannot read the image; choose a JPEG or PNG file.");
+  });
+  const { width, height } = bitmap;
+  if (width * height > MAX_PIXELS) throw new Refused(413, `The image has more than ${MAX_PIXELS / 1e6} million pixels; make it smaller.`);
+  const context = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+  if (background !== "none") {
+    context.fillStyle = background;
+    context.fillRect(0, 0, width, height);
+  }
+  context.drawImage(bitmap, 0, 0);
+  bitmap.close();
+  const { data } = context.getImageData(0, 0, width, height);
+  const channels = mode === "L" ? 1 : 3;
+  const pixels = new Uint8Array(width * height * channels);
+  for (let from = 0, to = 0; from < data.length; from += 4) {
+    if (channels === 1) pixels[to++] = (GREY[0] * data[from] + GREY[1] * data[from + 1] + GREY[2] * data[from + 2] + 0x8000) >> 16;
+    else for (let colour = 0; colour < 3; colour += 1) pixels[to++] = data[from + colour];
+  }
+  return new ort.Tensor("uint8", pixels, [1, height, width, channels]);
+}

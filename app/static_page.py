@@ -1,0 +1,74 @@
+"""The page as a folder of files, with the model inside: any file server serves it, and images never leave the browser.
+
+index.html, page/       the page of the service; ``page/local.js`` answers in place of the service
+model.json              what ``/model`` would answer, and the names of the decisions
+model-any-size.onnx     the exported graph
+onnxruntime/            ONNX Runtime in WebAssembly, from the npm package onnxruntime-web
+examples.json, examples/
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Final
+
+from app.http.model import MAX_FILE_BYTES, MAX_FILES, describe_model
+from psc_core.errors import UsageError
+from psc_core.export import ANY_SIZE, export_graphs
+from psc_core.images import SUFFIXES
+from psc_core.model import FittedModel
+
+RUNTIME: Final = Path("node_modules/onnxruntime-web")
+_RUNTIME_FILES: Final = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
+_PAGE: Final = Path(str(files("app.http") / "page"))
+_DOCS: Final = "docs."  # what files of the service's own documentation begin with
+# Nothing may be asked for or sent elsewhere.
+_POLICY: Final = (
+    "default-src 'self'; script-src 'self' 'wasm-unsafe-eval' blob:; worker-src 'self' blob:; "
+    "img-src 'self' data: blob:; style-src 'self'; base-uri 'none'; form-action 'none'; object-src 'none'"
+)
+
+
+def find_runtime(folder: Path) -> Path:
+    """Return the folder of the runtime's files in an npm package."""
+    found = next((each for each in (folder / "dist", folder) if (each / _RUNTIME_FILES[0]).is_file()), None)
+    if found is None or not all((found / file).is_file() for file in _RUNTIME_FILES):
+        raise UsageError(
+            f"{folder} holds no onnxruntime-web; run npm install onnxruntime-web here, or give --runtime DIR"
+        )
+    return found
+
+
+def write_page(model: FittedModel, folder: Path, *, runtime: Path, examples: Path) -> None:
+    """Write the folder; the first image files in ``examples`` are offered to try."""
+    found = find_runtime(runtime)
+    graph = export_graphs(model, [ANY_SIZE])[ANY_SIZE]
+    for part in ("page", "onnxruntime", "examples"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    for file in _PAGE.iterdir():
+        if not file.name.startswith((_DOCS, "index.")):
+            shutil.copyfile(file, folder / "page" / file.name)
+    for name in _RUNTIME_FILES:
+        shutil.copyfile(found / name, folder / "onnxruntime" / name)
+    offered = sorted(file for file in examples.glob("*") if _is_example(file))[:MAX_FILES]
+    for file in offered:
+        shutil.copyfile(file, folder / "examples" / file.name)
+    (folder / ANY_SIZE).write_bytes(graph.SerializeToString())
+    (folder / "examples.json").write_text(json.dumps({"files": [file.name for file in offered]}))
+    described = describe_model(model, model.policy, name=model.name, backend="onnxruntime-web", models=[model.name])
+    about = described.model_dump(mode="json") | {"decisions": model.calibration.decision_names, "report": {}}
+    (folder / "model.json").write_text(json.dumps(about))
+    page = (_PAGE / "index.html").read_text(encoding="utf-8")
+    added = (
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '  <script type="module" src="page/local.js"></script>\n  '
+    )
+    start = '<script type="module" src="page/page.js">'
+    (folder / "index.html").write_text(page.replace(start, added + start), encoding="utf-8")
+
+
+def _is_example(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES and file.is_file() and file.stat().st_size <= MAX_FILE_BYTES

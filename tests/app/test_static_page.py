@@ -1,0 +1,83 @@
+"""The page as a static folder.  What it answers in a browser: tests/browser/test_export.py."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from app import export_cli as cli
+from app.static_page import find_runtime
+from psc_core.errors import UsageError
+from psc_core.export import ANY_SIZE
+from psc_core.model import load_model
+from tests.conftest import ROOT
+from tests.psc_core.cli.support import run
+
+BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What stands for the npm package onnxruntime-web."""
+    folder = tmp_path_factory.mktemp("npm")
+    (folder / "dist").mkdir()
+    for name in ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm", "ort.all.mjs"):
+        (folder / "dist" / name).write_text(name)
+    return folder
+
+
+def test_the_folder_has_all_that_it_asks_for(runtime: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site = tmp_path / "site"
+    words = ["--bundle", str(BUNDLE), "--out", str(site), "--for", "web", "--runtime", str(runtime)]
+    code, out, _ = run(capsys, cli.main, words)
+    assert code == 0 and f"next: python3 -m http.server --directory {site}" in out
+    code, _, err = run(capsys, cli.main, words)
+    assert code == 2 and "holds index.html already" in err
+    page = (site / "index.html").read_text()
+    assert page.index("page/local.js") < page.index("page/page.js")  # The first module answers what the others ask.
+    assert page.index("default-src 'self'") < page.index("<script")
+    for path in re.findall(r'(?:href|src)="(page/[^"]+)"', page):
+        assert (site / path).is_file(), path
+    modules = list((site / "page").glob("*.js"))
+    assert len(modules) > 10
+    for module in modules:
+        for path in re.findall(r'from "([^"]+)"', module.read_text()):
+            assert (module.parent / path).resolve().is_file(), (module.name, path)
+    text = (site / "page" / "local.js").read_text()
+    for name in ("model.json", "examples.json", ANY_SIZE):
+        assert name in text and (site / name).is_file()
+    assert not list(site.rglob("docs.*")) and not (site / "onnxruntime" / "ort.all.mjs").exists()
+    assert json.loads((site / "examples.json").read_text())["files"] == [
+        *(f"{name}.png" for name in ("ambiguous", "clean", "corner", "shirt"))
+    ]
+    about, model = json.loads((site / "model.json").read_text()), load_model(BUNDLE, device="cpu")
+    assert about["classes"] == list(model.classes) and about["version"] == model.version
+    assert about["decisions"] == ["accept", "abstain_ambiguous", "abstain_ood"]
+    assert (
+        not about["feedback"] and not about["report"]
+    )  # Nobody reviews here, and the fit's machine is nobody's concern.
+
+
+def test_a_runtime_is_needed_before_anything_is_read(
+    runtime: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--bundle",
+        str(tmp_path / "none"),
+        "--out",
+        str(tmp_path / "x"),
+        "--for",
+        "web",
+        "--runtime",
+        str(tmp_path),
+    ]
+    code, _, err = run(capsys, cli.main, words)
+    assert code == 2 and "holds no onnxruntime-web; run npm install onnxruntime-web" in err
+    assert not (tmp_path / "x").exists()
+    assert find_runtime(runtime / "dist") == find_runtime(runtime) == runtime / "dist"
+    (tmp_path / "ort.wasm.min.mjs").touch()
+    with pytest.raises(UsageError, match="npm install"):
+        find_runtime(tmp_path)

@@ -1,0 +1,74 @@
+"""A bundle as a model repository of other servers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2, service_pb2
+
+from app import export_cli as cli
+from psc_core.errors import UsageError
+from psc_core.export import PIXELS, RUNTIMES
+from psc_core.model import FittedModel, load_model
+from psc_core.repository import write_repository
+from tests.conftest import ROOT
+from tests.psc_core.cli.support import run
+
+BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
+NAME = "dirty-mnist-resnet18"
+
+
+@pytest.fixture(scope="module")
+def model() -> FittedModel:
+    return load_model(BUNDLE, device="cpu")
+
+
+def test_triton(model: FittedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--bundle", str(BUNDLE), "--out", str(tmp_path), "--for", "triton"]
+    assert run(capsys, cli.main, words)[0] == 0
+    code, _, err = run(capsys, cli.main, words)
+    assert code == 2 and "holds config.pbtxt already" in err
+    assert sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("*.*") if file.is_file()) == [
+        Path(NAME, "1", "model.onnx"),
+        Path(NAME, "config.pbtxt"),
+    ]
+    config = text_format.Parse((tmp_path / NAME / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+    assert (config.name, config.platform, config.max_batch_size) == (NAME, "onnxruntime_onnx", 64)
+    assert config.HasField("dynamic_batching")
+    session = onnxruntime.InferenceSession(tmp_path / NAME / "1" / "model.onnx")
+    assert [each.name for each in session.get_inputs()] == [each.name for each in config.input] == [PIXELS]
+    assert list(config.input[0].dims) == [28, 28, 1]
+    kinds = {"tensor(float)": "FP32", "tensor(int64)": "INT64", "tensor(bool)": "BOOL", "tensor(string)": "STRING"}
+    found = {each.name: each for each in session.get_outputs()}
+    assert found.keys() == {each.name for each in config.output}
+    for each in config.output:
+        assert model_config_pb2.DataType.Name(each.data_type) == f"TYPE_{kinds[found[each.name].type]}"
+        batched = [64, *(each.reshape.shape if each.HasField("reshape") else each.dims)]
+        assert batched[1:] == found[each.name].shape[1:]
+    # Clients of our own v2 routes find the same names and types.
+    ours = {**model.task.tensors, "label": "STRING"}
+    shared = {
+        each.name: model_config_pb2.DataType.Name(each.data_type)[5:] for each in config.output if each.name in ours
+    }
+    assert shared == {name: kind for name, kind in ours.items() if name in found}
+    assert ours.keys() - found.keys() <= {"aleatoric", "map"}
+    labels = session.run(["label"], {PIXELS: np.zeros((2, 28, 28, 1), np.uint8)})[0]
+    prediction = model.predict([np.zeros((28, 28), np.uint8)])
+    assert list(labels) == [prediction.labels[0]] * 2  # type: ignore[attr-defined]
+    assert service_pb2.ModelInferRequest.InferInputTensor(name=PIXELS, datatype="UINT8", shape=[1, 28, 28, 1])
+
+
+def test_openvino_model_server(model: FittedModel, tmp_path: Path) -> None:
+    write_repository(model, tmp_path, triton=False)
+    assert [file.relative_to(tmp_path) for file in tmp_path.rglob("*.*") if file.is_file()] == [
+        Path(NAME, "1", "model.onnx")
+    ]
+    answers = RUNTIMES["openvino"](tmp_path / NAME / "1" / "model.onnx")(np.zeros((2, 28, 28, 1), np.uint8))
+    assert "label" not in answers and len(answers["decision"]) == 2
+    with pytest.raises(UsageError, match="can be no folder's name"):
+        write_repository(replace(model, name="a/b"), tmp_path, triton=True)
