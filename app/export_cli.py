@@ -25,6 +25,7 @@ _TARGETS: Final = {
     "web": ("a static web page with the model inside", "index.html"),
     "triton": ("a repository of Triton", "config.pbtxt"),
     "openvino": ("a repository of OpenVINO's model server", "model.onnx"),
+    "mlflow": ("a model of MLflow", "MLmodel"),
 }
 
 
@@ -80,6 +81,10 @@ def _write(args: argparse.Namespace) -> None:
             export_model(model, args.out, images)
         case "web":
             write_page(model, args.out, runtime=args.runtime, examples=examples)
+        case "mlflow":
+            from psc_core.pyfunc import save_pyfunc
+
+            save_pyfunc(model, args.out)
         case _:
             write_repository(model, args.out, triton=args.target == "triton")
     size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
