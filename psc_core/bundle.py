@@ -556,11 +556,19 @@ def read_bundle(path: Path) -> Bundle:
     return Bundle(path, manifest, parts, graph)
 
 
+def _homes(folder: Path) -> list[Path]:
+    """Return where the files of a bundle may lie: in its folder or, if that is in the hub's cache, where links lead."""
+    home = folder.resolve(strict=True)
+    cached = home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--")
+    # models--ORG--NAME/snapshots/COMMIT/FILE links to blobs of its repository, and these to what repositories share.
+    return [home, *(above / "blobs" for above in home.parents[1:3] if cached)]
+
+
 def _read_file(folder: Path, name: str, limit: int) -> bytes:
     """Return the content of a regular file inside ``folder``, of at most ``limit`` bytes."""
     file = folder / name
     try:
-        if not file.resolve(strict=True).is_relative_to(folder.resolve(strict=True)):
+        if not any(map(file.resolve(strict=True).is_relative_to, _homes(folder))):
             raise BundleError(f"{file}: this is a link to elsewhere; put a copy there")
         if not file.is_file():  # devices and pipes have no end
             raise BundleError(f"{file}: expected a regular file; copy the bundle again")

@@ -64,6 +64,35 @@ def test_accepts_links_inside_the_bundle(bundle: Path, tmp_path: Path) -> None:
 
 
 @needs_unix
+@pytest.mark.parametrize(
+    ("place", "accepted"),
+    [
+        ("cache/models--org--net/blobs", True),
+        ("cache/blobs/ab", True),  # What repositories share.
+        ("cache/models--org--other/blobs", False),
+        ("cache", False),
+        ("blobs", False),
+    ],
+)
+@pytest.mark.parametrize("snapshots", ["models--org--net/snapshots", "org/snapshots", "models--org--net/bundles"])
+def test_links_of_the_hugging_face_cache(
+    bundle: Path, tmp_path: Path, place: str, accepted: bool, snapshots: str
+) -> None:
+    snapshot, blobs = tmp_path / "cache" / snapshots / "0123abcd", tmp_path / place
+    snapshot.mkdir(parents=True)
+    blobs.mkdir(parents=True, exist_ok=True)
+    for file in bundle.iterdir():
+        shutil.move(file, snapshot / file.name)
+    shutil.move(snapshot / "head.safetensors", blobs / "digest")
+    (snapshot / "head.safetensors").symlink_to(os.path.relpath(blobs / "digest", snapshot))
+    if accepted and snapshots == "models--org--net/snapshots":
+        assert "head" in read_bundle(snapshot).parts
+    else:
+        with pytest.raises(BundleError, match="link to elsewhere"):
+            read_bundle(snapshot)
+
+
+@needs_unix
 @pytest.mark.parametrize("name", ["manifest.json", "head.safetensors"])
 @pytest.mark.parametrize("kind", ["device", "loop", "pipe", "folder", "dangling"])
 def test_rejects_what_is_not_a_file(bundle: Path, name: str, kind: str) -> None:
