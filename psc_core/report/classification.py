@@ -156,7 +156,7 @@ class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
     no_limit: ClassVar = {"entropies": "No entropy is above the threshold, so no image is ambiguous."}
     columns: ClassVar = {"accuracy": "accuracy", "nll": "NLL, nats", "ece": "ECE"}
     digits = ".4f"
-    recorded: ClassVar = {}
+    recorded: ClassVar = {"accuracy": "accuracy", "nll": "nll_nats", "ece": "ece"}
     glossary: ClassVar = {
         "NC1": GLOSSARY["NC1"],
         "NC4": "How often the nearest class mean is that of the label, on validation images.",

@@ -300,6 +300,14 @@ class Facts:
         )
         return " ".join([*added, of_check])
 
+    @property
+    def separation(self) -> str:
+        """A phrase on how well the fit's checks told synthetic OOD images apart; empty without checks."""
+        found = self.manifest.metrics.get("checks") or {"options": ()}
+        chosen = (each["auroc"] for each in found["options"] if each["checks"] == found["chosen"])
+        kinds = zip(found.get(KINDS_KEY, ()), next(chosen, ()), strict=False)
+        return ", ".join(f"{kind} {auroc:.3f}" for kind, auroc in kinds)
+
     @cached_property
     def limits(self) -> Mapping[str, float | None]:
         """The limits of the other decisions, by the figure that shows them; None if no image is beyond."""

@@ -154,7 +154,8 @@ def test_prints_what_it_chose_and_how_it_is_served(tiny_job, tmp_path: Path, cap
     words = [*tiny_job.args, "--max-images", "300", "--no-report", "--out", str(tmp_path / "b")]
     code, out, err = run(capsys, cli.main, words)
     assert code == 0, err
-    assert "300 images, 10 classes" in out and "◀ chosen" not in out and len(out.splitlines()) <= 13
+    assert "300 images, 10 classes" in out and "◀ chosen" not in out and len(out.splitlines()) <= 15
+    assert "accuracy" in out and "with PSC" in out
     permitted = f"psc-serve --bundle {tmp_path / 'b'} --allow-factories tests.tiny:network"
     assert out.splitlines()[-1] == f"next: {permitted}"
     assert (tmp_path / "b" / "README.md").exists()
