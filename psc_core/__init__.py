@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from psc_core.images.preprocess import PRESETS as PRESETS
     from psc_core.images.preprocess import Preprocess as Preprocess
     from psc_core.model import PSC as PSC
+    from psc_core.model import FittedModel as FittedModel
     from psc_core.model import PSCRegressor as PSCRegressor
     from psc_core.model import load_model as load_model
     from psc_core.network.load import load_network as load_network
@@ -36,6 +37,7 @@ _MODULES = {
     "PSC": "model",
     "PSCRegressor": "model",
     "FitSettings": "settings",
+    "FittedModel": "model",
     "ImageDataset": "data.dataset",
     "Preprocess": "images.preprocess",
     "RegressionPrediction": "tasks.regression",

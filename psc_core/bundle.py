@@ -46,6 +46,7 @@ OPTIONAL: Final = ("checks", "map", "stored_images")  # parts without which the 
 PARTS: Final = ("backbone", "projection", "density", "head", "calibration", *OPTIONAL)  # tensor files, without suffix
 MAX_PART_BYTES: Final = 16 << 30  # maximum size of a tensor file, in bytes
 GRAPH: Final = "backbone.onnx"  # the file for a network that no name can build, instead of its tensors
+FILES: Final = ("manifest.json", GRAPH, *(f"{part}.safetensors" for part in PARTS))  # all that a bundle may consist of
 HISTORY: Final = "recalibrations"  # in a bundle's provenance: its recalibrations, the oldest first
 MAX_NAME: Final = 200  # maximum length of a model name, in characters
 MAX_ARGUMENT: Final = 1 << 16  # maximum magnitude of a number among a network's arguments, which are sizes and counts
@@ -448,9 +449,8 @@ def _put(scratch: Path, path: Path) -> None:
         except BaseException:
             retired.rename(path)
             raise
-        ours = {"manifest.json", GRAPH, *(f"{part}.safetensors" for part in PARTS)}
         for kept in retired.iterdir():
-            if kept.name not in ours:
+            if kept.name not in FILES:
                 kept.rename(path / kept.name)
         _sync_folder(path)
         _sync_folder(path.parent)

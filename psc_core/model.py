@@ -322,6 +322,54 @@ class FittedModel:
 
         export_model(self, Path(path), images)
 
+    def push_to_hub(
+        self,
+        name: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        message: str = "Upload a bundle",
+    ) -> str:
+        """Upload the bundle and a model card to the repository ``"org/name"`` of the Hugging Face hub, in one commit.
+
+        It replaces the bundle and the card that are there; other files stay.  A repository or branch (``revision``)
+        that does not exist is created, a repository ``private`` if you say so.  The default ``token`` is the one that
+        ``hf auth login`` saved.  Returns the address of the commit.
+
+        Raises:
+            UsageError: If the hub refuses or does not answer, or its client is not installed; as :meth:`save`.
+            NetworkError: As :meth:`save`.
+        """
+        from psc_core.hub import upload  # imported here, so that services load no client of the hub
+
+        return upload(self, name, private, token, revision, message)
+
+    @classmethod
+    def from_pretrained(
+        cls: type[AnyModel],
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        device: str | torch.device = "auto",
+        allow_factories: Collection[str] = (),
+    ) -> AnyModel:
+        """Load a bundle from a repository ``"org/name"`` of the Hugging Face hub, or a folder, as :meth:`load` does.
+
+        Only files of the bundle are downloaded, and kept in the hub's cache (``cache_dir``), where they are found
+        without a network too.  A ``revision`` is a branch, a tag, or a commit, which is always the same bundle.
+
+        Raises:
+            UsageError: If there is no such repository, the hub does not answer, or its client is not installed.
+            BundleError: If the repository holds no bundle; as :meth:`load`.
+        """
+        from psc_core.hub import download  # imported here, so that services load no client of the hub
+
+        folder = download(source, revision, token, cache_dir)
+        return cls.load(folder, device=device, allow_factories=allow_factories)
+
     @classmethod
     @own_state()
     def load(
@@ -362,7 +410,8 @@ class FittedModel:
                 "load_model loads any"
             )
         pipeline, backbone, calibration = restore_pipeline(bundle, allow_factories, target)
-        return cls(
+        of_task = model_class_of(manifest.task)
+        return (of_task if issubclass(of_task, cls) else cls)(
             pipeline=pipeline,
             backbone=backbone,
             classes=manifest.classes,
@@ -662,9 +711,7 @@ def build_model(
     path: str | Path, *, device: str | torch.device = "auto", allow_factories: Collection[str] = ()
 ) -> FittedModel:
     """Read, verify and build a bundle of any task, but compute nothing; call :meth:`FittedModel.probed` next."""
-    bundle = read_bundle(Path(path))
-    model_class = model_class_of(bundle.manifest.task)
-    return model_class.from_bundle(bundle, device=device, allow_factories=allow_factories)
+    return FittedModel.from_bundle(read_bundle(Path(path)), device=device, allow_factories=allow_factories)
 
 
 def model_class_of(task: object) -> type[FittedModel]:

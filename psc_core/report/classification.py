@@ -170,6 +170,7 @@ class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
         "synthetic OOD images": GLOSSARY["synthetic OOD images"],
         "check": "A value with its own p-value: texture (early layer), content (chosen layer), confidence (energy).",
     }
+    hub_task = "image-classification"
     wrong = "are wrong"
     test_images = "images/test"
 

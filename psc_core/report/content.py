@@ -189,6 +189,7 @@ class TaskReport(ABC, Generic[AnyModel, AnyScored]):
     digits: ClassVar[str] = ".4g"  # of a metric
     recorded: ClassVar[Mapping[str, str]] = {}  # metrics shown without images, by their names in the manifest
     glossary: ClassVar[Mapping[str, str]]  # the words that the page explains
+    hub_task: ClassVar[str | None] = None  # what the Hugging Face hub calls the task, if it has a word for it
     wrong: ClassVar[str]  # what a wrong answer is, as in "2 % of these are wrong"
     test_images: ClassVar[str] = "images/test"  # in example commands
 

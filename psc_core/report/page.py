@@ -27,6 +27,7 @@ from psc_core.collapse import CollapseReport
 from psc_core.evaluation.evaluate import Report
 from psc_core.evaluation.replay import Fraction, Replay
 from psc_core.images.decode import SMALL, as_base64, png_of
+from psc_core.model import model_class_of
 from psc_core.network.described import NetworkSpec
 from psc_core.report import FIGURES, PAGE
 from psc_core.report.content import FILE, Facts, Role, ScoredSet
@@ -246,8 +247,13 @@ def write(facts: Facts, folder: Path, measured: Report | None = None) -> Path:
     return page
 
 
+def card(facts: Facts, repository: str = "") -> str:
+    """Return the model card of a bundle in its folder, or in a ``repository`` of the Hugging Face hub."""
+    return _template(facts, CARD).render(**_values(facts, repository))
+
+
 def write_card(facts: Facts) -> None:
-    (facts.folder / CARD).write_text(_template(facts, CARD).render(**_values(facts)))
+    (facts.folder / CARD).write_text(card(facts))
 
 
 def remove(folder: Path) -> None:
@@ -280,13 +286,15 @@ def _template(facts: Facts, name: str) -> Template:
     return TEMPLATES.get_template(f"{facts.of_task.templates}.{name}.jinja")
 
 
-def _values(facts: Facts) -> dict[str, Any]:
+def _values(facts: Facts, repository: str = "") -> dict[str, Any]:
     images, permission = facts.of_task.test_images, _permission(facts.manifest)
     return {
         "facts": facts,
         "manifest": facts.manifest,
         "fit": fit_command({"provenance": facts.manifest.provenance}),
-        "serve": serve_command(_HERE, facts.manifest),
+        "repository": repository,
+        "model_class": model_class_of(facts.manifest.task).__name__,
+        "serve": serve_command(Path("bundle") if repository else _HERE, facts.manifest),
         "evaluate": f"psc-eval --bundle {_HERE} --id {images} --ood NAME=images/others --out report{permission}",
     }
 
