@@ -16,8 +16,10 @@ probabilities at the start and ``w = 1 − Σ_c p_c²``,
     ``V = √(λ_B λ_Aᵀ + τ/n) ∘ (Q_Bᵀ θ Q_A)``
 
 make the curvature at the start near the identity, as far as a Kronecker product can (KFAC, Martens & Grosse 2015, with
-examples weighted by what they contribute).  Where the examples are many and the weights few, the exact curvature takes
-its place and needs a third of the iterations: ``V = Lᵀ vec θ``,
+examples weighted by what they contribute).  Along the path of τ, ``Q_A`` stays that of the first fit and ``λ_A``, the
+diagonal of ``Q_Aᵀ A Q_A``, is measured anew (as in EKFAC, George et al. 2018): with 1,400 features a decomposition
+takes as long as a hundred iterations.  Where the examples are many and the weights few, the exact curvature takes its
+place and needs a third of the iterations: ``V = Lᵀ vec θ``,
 ``L Lᵀ = (1/n) Σ_i (diag p_i − p_i p_iᵀ) ⊗ φ̃_i φ̃_iᵀ + τ/n``.  Both are measured on about :data:`CURVATURE_EXAMPLES`
 examples, and change the path and not the minimum.  A gradient entry in V is a distance to the minimum in units of which
 √(1/n) is the statistical error of the weights; without V, and with float32 sums, iterations end in a valley where the
@@ -60,8 +62,16 @@ from psc_core.metrics import label_nll
 
 CURVATURE_EXAMPLES: Final = 8192  # that the curvature is measured on, unless the columns ask for more
 CURVATURE_EXAMPLES_PER_COLUMN: Final = 4
+MAX_SAMPLE: Final = 1 << 25  # maximum number of values of the examples that are kept along Q_A (256 MiB)
 EXACT_WEIGHTS: Final = 2048  # maximum number of weights and biases for the exact curvature (32 MiB)
 EXACT_REPEATS: Final = 4  # all examples / those measured, from which the exact curvature saves time
+
+
+class InputAxes(NamedTuple):
+    """``Q_A``, and examples φ̃ along it."""
+
+    vectors: Float[Tensor, "columns columns"]
+    sample: Float[Tensor, "m columns"]
 
 
 class KroneckerVariables(NamedTuple):
@@ -101,17 +111,35 @@ Variables = KroneckerVariables | ExactVariables
 
 
 def variables_at(
-    theta: Float[Tensor, "classes columns"], features: Float[Tensor, "n dim"] | FeatureMatrix, *, prior_precision: float
+    theta: Float[Tensor, "classes columns"],
+    features: Float[Tensor, "n dim"] | FeatureMatrix,
+    *,
+    prior_precision: float,
+    axes: InputAxes | None = None,
 ) -> Variables:
     """Return V for a fit that starts at ``theta``, float64: of the exact curvature where that saves time."""
     n = len(features)
-    count = min(n, max(CURVATURE_EXAMPLES, CURVATURE_EXAMPLES_PER_COLUMN * theta.shape[1]))
-    # One from each of `count` equal parts, at random: examples may come in order, or repeat periodically.
+    if is_exact(theta, n):
+        return ExactVariables(curvature_root(theta, curvature_sample(theta, features), prior_precision / n))
+    return kronecker_variables(theta, axes or input_axes(theta, features), prior_precision / n)
+
+
+def is_exact(theta: Float[Tensor, "classes columns"], n: int) -> bool:
+    """Return whether the exact curvature saves time with n examples."""
+    return theta.numel() <= EXACT_WEIGHTS and n >= EXACT_REPEATS * sample_size(theta, n)
+
+
+def sample_size(theta: Float[Tensor, "classes columns"], n: int) -> int:
+    return min(n, max(CURVATURE_EXAMPLES, CURVATURE_EXAMPLES_PER_COLUMN * theta.shape[1]))
+
+
+def curvature_sample(
+    theta: Float[Tensor, "classes columns"], features: Float[Tensor, "n dim"] | FeatureMatrix
+) -> FeatureMatrix:
+    """Return one example at random from each of as many equal parts: they may come in order, or repeat periodically."""
+    n, count = len(features), sample_size(theta, len(features))
     offset = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    sample = as_matrix(features).take(((torch.arange(count) + offset) * (n / count)).long().to(features.device))
-    if theta.numel() <= EXACT_WEIGHTS and n >= EXACT_REPEATS * count:
-        return ExactVariables(curvature_root(theta, sample, prior_precision / n))
-    return kronecker_variables(theta, sample, prior_precision / n)
+    return as_matrix(features).take(((torch.arange(count) + offset) * (n / count)).long().to(features.device))
 
 
 def augmented_blocks(
@@ -123,16 +151,26 @@ def augmented_blocks(
         yield augmented, (augmented @ theta.T).softmax(dim=1)
 
 
-def kronecker_variables(
-    theta: Float[Tensor, "classes columns"], sample: FeatureMatrix, ridge: float
-) -> KroneckerVariables:
+def input_axes(theta: Float[Tensor, "classes columns"], features: Float[Tensor, "n dim"] | FeatureMatrix) -> InputAxes:
+    """Return the axes of A at ``theta``."""
     classes, columns = theta.shape
-    inputs, outputs = theta.new_zeros(columns, columns), theta.new_zeros(classes, classes)
+    sample, moment = curvature_sample(theta, features), theta.new_zeros(columns, columns)
     for phi, p in augmented_blocks(theta, sample, columns + classes):
-        inputs += (phi * (1 - p.square().sum(1, keepdim=True))).T @ phi
-        outputs += p.sum(0).diag() - p.T @ p
-    b, a = linalg.eigh(outputs / len(sample)), linalg.eigh(inputs / outputs.trace())
-    return KroneckerVariables(b.vectors, a.vectors, (torch.outer(b.values, a.values) + ridge).sqrt())
+        moment += (phi * (1 - p.square().sum(1, keepdim=True))).T @ phi
+    vectors = linalg.eigh(moment).vectors
+    kept = min(len(sample), max(1, MAX_SAMPLE // columns))
+    shown = sample.take(torch.linspace(0, len(sample) - 1, kept).round().long().to(features.device))
+    return InputAxes(
+        vectors, torch.cat([phi @ vectors for phi, _ in augmented_blocks(theta, shown, columns + classes)])
+    )
+
+
+def kronecker_variables(theta: Float[Tensor, "classes columns"], axes: InputAxes, ridge: float) -> KroneckerVariables:
+    p = (axes.sample @ (theta @ axes.vectors).T).softmax(dim=1)
+    outputs, weights = p.sum(0).diag() - p.T @ p, 1 - p.square().sum(1)
+    values = weights @ axes.sample.square() / outputs.trace()
+    b = linalg.eigh(outputs / len(p))
+    return KroneckerVariables(b.vectors, axes.vectors, (torch.outer(b.values, values) + ridge).sqrt())
 
 
 def curvature_root(
@@ -269,17 +307,19 @@ def choose_softmax(
     If ``finish``, it is finished, and the progress is reported: with many features, each fit takes minutes.
     """
 
+    origin = torch.zeros(num_classes, train.shape[1] + 1, dtype=torch.float64, device=train.device)
+    axes = None if is_exact(origin, len(train)) else input_axes(origin, train)
+
     def fit(prior_precision: float, start: Tensor, tolerance: float) -> SoftmaxFit:
         weight, bias = fit_softmax(
-            train, train_labels, prior_precision=prior_precision, start=start, tolerance=tolerance
+            train, train_labels, prior_precision=prior_precision, start=start, tolerance=tolerance, axes=axes
         )
         found = SoftmaxFit(weight, bias, prior_precision, math.nan)
         return found._replace(selection_nll=nll(found.logits(selection), selection_labels).mean().item())
 
     def walk() -> Iterator[SoftmaxFit]:
         """Yield the best fit so far after each fit."""
-        theta = torch.zeros(num_classes, train.shape[1] + 1, dtype=torch.float64, device=train.device)
-        best = fit(PRIOR_PRECISIONS[0], theta, PATH_TOLERANCE)
+        best = fit(PRIOR_PRECISIONS[0], origin, PATH_TOLERANCE)
         for prior_precision in PRIOR_PRECISIONS[1:]:
             yield best
             weaker = fit(prior_precision, best.theta(), PATH_TOLERANCE)
@@ -301,9 +341,10 @@ def fit_softmax(
     prior_precision: float,  # τ > 0, or the minimum may be at infinity
     start: Float[Tensor, "classes columns"],  # initial ``[W b]``
     tolerance: float = TOLERANCE,  # largest gradient entry, in V, that ends the iterations
+    axes: InputAxes | None = None,  # by default those at the start
 ) -> tuple[Float[Tensor, "classes dim"], Float[Tensor, " classes"]]:
     """Fit weights and bias for one prior precision, float64."""
-    variables = variables_at(start, features, prior_precision=prior_precision)
+    variables = variables_at(start, features, prior_precision=prior_precision, axes=axes)
     v = variables.of(start).requires_grad_()
     optimiser = torch.optim.LBFGS(
         [v],
