@@ -243,10 +243,20 @@ def passes(
     step: Callable[[Tensor], Value],
     *,
     order: Tensor | None = None,
+    known: Callable[[Tensor], Value] | None = None,
 ) -> Iterator[tuple[Value, Batch]]:
-    """Yield ``step(standardised images)``, on the device in inference mode, with its batch, and report the progress."""
+    """Yield ``step(standardised images)``, on the device in inference mode, with its batch, and report the progress.
+
+    Where ``known`` gives it for images by their positions, it is not computed again.
+    """
     release_freed_memory()
+    positions = torch.arange(len(dataset)) if order is None else order
+    at = 0
     for batch in track_images(dataset, compute, description, order):
+        at += len(batch.images)
+        if known is not None:
+            yield known(positions[at - len(batch.images) : at]), batch
+            continue
         with torch.inference_mode():
             images = dataset.preprocess.standardise(batch.images.to(compute.device, non_blocking=True))
             with autocast(compute.device, compute.precision):
@@ -287,14 +297,23 @@ def track(items: Iterable[Item], *, total: int, description: str) -> Iterator[It
 
 
 Step = Callable[[Tensor], list[Tensor]]  # from standardised images to the features of each layer
+Known = Callable[[Tensor], list[Tensor]]  # from positions of images to the features that a step gives for them
 Ranges = Callable[[list[Tensor]], Sequence[Tensor]]  # from these features to the columns (batch, columns) of each range
 
 
 def add_statistics(
-    statistics: Sequence[ClassScatter], data: ImageDataset, compute: Compute, description: str, step: Step, of: Ranges
+    statistics: Sequence[ClassScatter],
+    data: ImageDataset,
+    compute: Compute,
+    description: str,
+    step: Step,
+    of: Ranges,
+    *,
+    known: Known | None = None,
 ) -> None:
     """Add the images of this process to the statistics of each range, class by class, then sum over all processes."""
-    for features, batch in passes(data, compute, description, step, order=stable_order(data.first_labels())):
+    order = stable_order(data.first_labels())
+    for features, batch in passes(data, compute, description, step, order=order, known=known):
         pairs = class_pairs(batch.labels, batch.image_index, compute.device)
         for columns, scatter in zip(of(features), statistics, strict=True):
             scatter.add(columns, pairs)

@@ -46,7 +46,7 @@ from torch.nn import functional as F
 
 from psc_core import linalg
 from psc_core.allocator import release_freed_memory
-from psc_core.compute import Compute, add_statistics, distances_to_means, passes
+from psc_core.compute import Compute, Known, add_statistics, distances_to_means, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
 from psc_core.features import chunk_rows
@@ -402,12 +402,19 @@ def _remedy(nc1: Tensor, nc4: Tensor, reference_nc4: float, lost: float) -> str:
 
 
 def measure_sizes(
-    largest: Projection, train: ImageDataset, selection: ImageDataset, compute: Compute, step: FeatureStep
+    largest: Projection,
+    train: ImageDataset,
+    selection: ImageDataset,
+    compute: Compute,
+    step: FeatureStep,
+    *,
+    known: Known | None = None,
 ) -> tuple[tuple[float, float], Tensor, Tensor, ClassScatter]:
     """Return NC1 and NC4 of the scaled layer, both of every size, and the class statistics of the largest.
 
     Both passes are made for each range of columns whose class means fit ``compute.max_memory``.  ``largest`` is without
-    second scaling, on the device; ``train`` is this process's shard; ``step`` gives the features of the chosen layer.
+    second scaling, on the device; ``train`` is this process's shard; ``step`` gives the features of the chosen layer,
+    ``known`` those of training images that were kept.
     """
     classes, device = len(train.classes), compute.device
     c_max, d_max = largest.c_proj, largest.d_proj
@@ -424,7 +431,7 @@ def measure_sizes(
         take = partial(_columns, largest=largest, columns=columns, is_first=is_first)
         scaled = ClassScatter(classes, columns.stop - columns.start, device)
         statistics = [scaled, block] if is_first else [scaled]
-        add_statistics(statistics, train, compute, "class statistics", step, take)
+        add_statistics(statistics, train, compute, "class statistics", step, take, known=known)
         sums += scatter_sums(scaled)
         seen = 0
         for batch, found, (here,) in distances_to_means([scaled.means], selection, compute, "sizes", step, take):
@@ -448,6 +455,7 @@ def _columns(features: list[Tensor], largest: Projection, columns: slice, *, is_
     return [x.flatten(1)[:, columns], *([largest.project(x).flatten(1)] if is_first else [])]
 
 
+KEPT: Final = 4  # 1 / the part of the memory budget that features of all training images may take
 MAX_CHANNEL_COMPONENTS = 64  # of the largest projection that is measured
 MAX_COMPONENTS = 2048  # of both modes together
 
@@ -474,8 +482,13 @@ def fit_tucker(
     c_max, d_max = largest_sizes(shapes[0][0], sum(positions), c_proj, settings.d_proj)
     shard = compute.shard(train)
 
+    kept: list[list[Tensor]] = []  # the features of a batch each, if all of them need little memory
+    keeps = 4 * len(shard) * sum(c * d for c, d in shapes) <= compute.max_memory // KEPT
+
     def features_of_examples() -> Iterator[Tensor]:
         for features, batch in passes(shard, compute, "moments", step):
+            if keeps:
+                kept.append(features)
             yield batch.per_example(reshape_features(features, positions)).float()
 
     moments = channel_moments(features_of_examples(), all_reduce=compute.sum_)
@@ -491,8 +504,16 @@ def fit_tucker(
             "smaller one or auto"
         )
     zeros, ones = torch.zeros(c_max * d_max), torch.ones(c_max * d_max)
+    whole = [torch.cat(parts) for parts in zip(*kept, strict=True)]
+    kept.clear()
+
+    def known(images: Tensor) -> list[Tensor]:
+        return [layer[images.to(layer.device)] for layer in whole]
+
     largest = Projection.from_moments(positions, mean, std, a, b, zeros, ones).to(compute.device)
-    (scaled_nc1, scaled_nc4), nc1, nc4, block = measure_sizes(largest, shard, selection, compute, step)
+    (scaled_nc1, scaled_nc4), nc1, nc4, block = measure_sizes(
+        largest, shard, selection, compute, step, known=known if keeps else None
+    )
     z_mean, z_std = block.mean_and_std()
     if not settings.no_second_scaling:
         largest = largest.with_second_scaling(z_mean, z_std)

@@ -314,6 +314,31 @@ def test_column_ranges_give_the_same(data_root: Path, monkeypatch: pytest.Monkey
     assert torch.equal(parts.nc1, whole.nc1) and torch.equal(parts.nc4, whole.nc4)
 
 
+def test_kept_features_spare_a_pass(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network runs once over the training images where their features need little memory, else twice."""
+    net = tiny.network().eval()
+    train, val = (
+        open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val")
+    )
+    chosen = measured(net, train, val, SETTINGS.changed({"layers": "^4$"})).choose("4")
+    seen: list[int] = []
+    original = module.feature_step
+
+    def counted(*arguments: Any) -> Any:
+        step = original(*arguments)
+        return lambda images: (seen.append(len(images)), step(images))[1]
+
+    monkeypatch.setattr(module, "feature_step", counted)
+    once = fit_projection(net, chosen, train, val, minimum_dim=8, settings=SETTINGS)
+    assert sum(seen) == len(train) + len(val) // 2
+    seen.clear()
+    monkeypatch.setattr(module, "KEPT", 1 << 30)
+    twice = fit_projection(net, chosen, train, val, minimum_dim=8, settings=SETTINGS)
+    assert sum(seen) == 2 * len(train) + len(val) // 2
+    torch.testing.assert_close(once.report.nc1, twice.report.nc1, rtol=1e-6, atol=1e-9)
+    assert torch.equal(once.report.nc4, twice.report.nc4)
+
+
 def test_choice_at_its_edges() -> None:
     at_cutoff, both = torch.tensor([[0.25, 0.3]]).double(), torch.tensor([[0.9, 0.9]])
     assert choose_ranks(at_cutoff, both, 0.9, settings(epsilon=0.25))[1] == 2
