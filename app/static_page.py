@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from app.http.model import MAX_FILE_BYTES, MAX_FILES, describe_model
+from psc_core.bundle import write_files
 from psc_core.errors import UsageError
 from psc_core.export import ANY_SIZE, export_graphs
 from psc_core.images import SUFFIXES
@@ -56,7 +57,7 @@ def write_page(model: FittedModel, folder: Path, *, runtime: Path, examples: Pat
     offered = sorted(file for file in examples.glob("*") if _is_example(file))[:MAX_FILES]
     for file in offered:
         shutil.copyfile(file, folder / "examples" / file.name)
-    (folder / ANY_SIZE).write_bytes(graph.SerializeToString())
+    write_files(folder, {ANY_SIZE: graph.SerializeToString()})
     (folder / "examples.json").write_text(json.dumps({"files": [file.name for file in offered]}))
     described = describe_model(model, model.policy, name=model.name, backend="onnxruntime-web", models=[model.name])
     about = described.model_dump(mode="json") | {"decisions": model.calibration.decision_names, "report": {}}

@@ -473,6 +473,16 @@ def write_file(file: Path, data: bytes) -> None:
         ) from error
 
 
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files, in place of those that are there, so that each is whole or as it was; no link is followed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder) as scratch:
+        for name, data in files.items():
+            write_file(Path(scratch) / name, data)
+        for name in files:
+            (Path(scratch) / name).replace(folder / name)
+
+
 def _sync_folder(folder: Path) -> None:
     with suppress(OSError):  # some network file systems, and Windows, cannot do it
         descriptor = os.open(folder, os.O_RDONLY)

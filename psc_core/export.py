@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional
 
-from psc_core.bundle import EXPORTED
+from psc_core.bundle import EXPORTED, write_files
 from psc_core.conformal import conformal_p_values
 from psc_core.errors import BundleError, NetworkError, UsageError, needs
 from psc_core.images import SUFFIXES
@@ -234,11 +234,9 @@ def export_model(model: FittedModel, folder: Path, images: Sequence[ImageLike] =
     vectors |= {name: torch.tensor(limit) for name, limit in limits.items()}
     answers = {PIXELS: larger, **_answers_of(model, torch.from_numpy(np.stack(reduced)))}
     vectors |= {_LARGER + name: each for name, each in answers.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, graph in graphs.items():
-        (folder / file).write_bytes(graph.SerializeToString())
-    (folder / VECTORS).write_bytes(save({name: each.contiguous() for name, each in vectors.items()}))
-    (folder / README).write_text(_readme(model), encoding="utf-8")
+    proof = save({name: each.contiguous() for name, each in vectors.items()})
+    files = {name: graph.SerializeToString() for name, graph in graphs.items()}
+    write_files(folder, {VECTORS: proof, README: _readme(model).encode(), **files})
 
 
 def _enlarged(pixels: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from psc_core.bundle import write_files
 from psc_core.errors import UsageError
 from psc_core.export import GRAPH, PIXELS, export_graphs
 from psc_core.model import MAX_BATCH, FittedModel
@@ -33,11 +34,9 @@ def write_repository(model: FittedModel, folder: Path, *, triton: bool) -> None:
     graph = export_graphs(model, [GRAPH])[GRAPH]
     if triton and "label" in model.task.tensors:
         _add_labels(graph, model.classes)
-    place = folder / model.name / VERSION
-    place.mkdir(parents=True, exist_ok=True)
-    (place / GRAPH).write_bytes(graph.SerializeToString())
+    write_files(folder / model.name / VERSION, {GRAPH: graph.SerializeToString()})
     if triton:
-        (place.parent / CONFIG).write_text(_config(graph, model.name), encoding="utf-8")
+        write_files(folder / model.name, {CONFIG: _config(graph, model.name).encode()})
 
 
 def _add_labels(graph: ModelProto, classes: Sequence[str]) -> None:

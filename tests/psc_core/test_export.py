@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -106,8 +108,6 @@ def test_thresholds_are_inputs_with_defaults(folder: Path, model: FittedModel, i
 
 
 def test_only_standard_operators(folder: Path) -> None:
-    import onnx
-
     graph = onnx.load(folder / GRAPH)
     onnx.checker.check_model(graph, full_check=True)
     assert {each.domain for each in graph.opset_import} <= {""} and {node.domain for node in graph.graph.node} <= {""}
@@ -117,13 +117,17 @@ def test_only_standard_operators(folder: Path) -> None:
     assert str(ROOT) not in graph.SerializeToString().decode("latin-1")
 
 
-def test_the_readme_runs(folder: Path, tmp_path: Path) -> None:
-    text = (folder / README).read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+def output_of_readme(folder: Path) -> str:
+    (block,) = re.findall(r"```python\n(.*?)```", (folder / README).read_text(encoding="utf-8"), re.DOTALL)
     found = subprocess.run([sys.executable, "-c", block], cwd=folder, capture_output=True, text=True, check=False)
-    assert found.returncode == 0 and found.stdout.startswith("abstain_ood 0.0"), found.stderr
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def test_the_readme_runs(folder: Path) -> None:
+    assert output_of_readme(folder).startswith("abstain_ood 0.0")
     for name in ("alpha", "ambiguity_threshold", "coverage"):
-        assert f"`{name}` (" in text
+        assert f"`{name}` (" in (folder / README).read_text()
 
 
 def test_proof_travels_along(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,3 +213,35 @@ def test_in_python(model: FittedModel, images: torch.Tensor, tmp_path: Path) -> 
     with pytest.raises(UsageError, match="that psc-export did not write"):
         model.export(tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_an_interrupted_export_leaves_the_former_one(
+    folder: Path, model: FittedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException
+) -> None:
+    out = Path(shutil.copytree(folder, tmp_path / "out"))
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    calls = iter(range(1, 4))
+
+    def sync(_: int) -> None:
+        if next(calls) == call:
+            raise error
+
+    monkeypatch.setattr("psc_core.export.export_graphs", lambda _: {GRAPH: onnx.ModelProto(producer_name="other")})
+    monkeypatch.setattr("psc_core.bundle.os.fsync", sync)
+    with pytest.raises((BundleError, KeyboardInterrupt)):
+        model.export(out)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+
+
+def test_a_link_in_the_folder_is_replaced_and_not_followed(
+    model: FittedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / GRAPH).symlink_to(tmp_path / "mine")
+    monkeypatch.setattr("psc_core.export.export_graphs", lambda _: {GRAPH: onnx.ModelProto(producer_name="other")})
+    model.export(tmp_path / "out")
+    assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / "out" / GRAPH).is_symlink()
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == sorted([GRAPH, VECTORS, README])
