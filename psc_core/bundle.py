@@ -511,7 +511,7 @@ def _parse_manifest(path: Path) -> tuple[Manifest, str]:
         raise BundleError(f"{path} was written by psc-export and is no bundle; give the bundle that it came from")
     if not file.exists():
         raise BundleError(f"{path} is not a bundle, it has no manifest.json; make one with psc-fit")
-    text = _read_file(path, file.name, MAX_MANIFEST_BYTES)
+    text = read_inside(path, file.name, MAX_MANIFEST_BYTES)
     try:
         body = json.loads(text.decode(), object_pairs_hook=_reject_duplicates)
         if _deeper_than(body, MAX_DEPTH):
@@ -557,7 +557,7 @@ def read_bundle(path: Path) -> Bundle:
         if name == GRAPH:
             graph = blob
         else:
-            parts[name.removesuffix(".safetensors")] = _tensors_of(path / name, blob)
+            parts[name.removesuffix(".safetensors")] = tensors_of(path / name, blob)
     if manifest.version != version:
         raise BundleError(
             f"{path}: expected version {version}, the digest of manifest.json, it says "
@@ -574,7 +574,7 @@ def _homes(folder: Path) -> list[Path]:
     return [home, *(above / "blobs" for above in home.parents[1:3] if cached)]
 
 
-def _read_file(folder: Path, name: str, limit: int) -> bytes:
+def read_inside(folder: Path, name: str, limit: int) -> bytes:
     """Return the content of a regular file inside ``folder``, of at most ``limit`` bytes."""
     file = folder / name
     try:
@@ -594,7 +594,7 @@ def _read_file(folder: Path, name: str, limit: int) -> bytes:
 
 def _read_entry(folder: Path, name: str, entry: FileEntry) -> bytes:
     """Return the content of a file if it is as the manifest describes it."""
-    file, blob = folder / name, _read_file(folder, name, entry.bytes)
+    file, blob = folder / name, read_inside(folder, name, entry.bytes)
     if len(blob) != entry.bytes:
         raise BundleError(f"{file}: expected {entry.bytes} bytes, got {len(blob)}; copy the bundle again")
     if (digest := hashlib.sha256(blob).hexdigest()) != entry.sha256:
@@ -605,7 +605,7 @@ def _read_entry(folder: Path, name: str, entry: FileEntry) -> bytes:
     return blob
 
 
-def _tensors_of(file: Path, blob: bytes) -> dict[str, Tensor]:
+def tensors_of(file: Path, blob: bytes) -> dict[str, Tensor]:
     try:
         header = blob[8 : 8 + int.from_bytes(blob[:8], "little")]
         json.loads(header.decode(), object_pairs_hook=_reject_duplicates)  # readers may keep either duplicate

@@ -27,14 +27,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional
 
-from psc_core.bundle import EXPORTED, write_files
+from psc_core.bundle import EXPORTED, read_inside, tensors_of, write_files
 from psc_core.conformal import conformal_p_values
-from psc_core.errors import BundleError, NetworkError, UsageError, needs
+from psc_core.errors import BundleError, NetworkError, UsageError, needs, shorten
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below
 from psc_core.images.graph import Resize
@@ -42,6 +41,7 @@ from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, Preprocess, as_bat
 from psc_core.model import FittedModel
 from psc_core.network.export import silent
 from psc_core.network.onnx import PACKAGES
+from psc_core.network.onnx_check import MAX_FILE_BYTES, check_model, parse_model, sizes_of
 from psc_core.network.onnx_graph import remove_notes
 from psc_core.pipeline import ood_score_of, smooth_noise, storable_backbone
 from psc_core.text import align
@@ -58,10 +58,15 @@ METADATA: Final = "psc"  # the key of what the graph says of itself, in JSON
 VECTOR_IMAGES: Final = 64
 LARGER_IMAGES: Final = 8  # images of another size than the network's, for the graph that resizes
 _LARGER: Final = "any-size/"  # before the names of what belongs to :data:`ANY_SIZE`
-_LIMITS: Final = ("alpha", "quantile")
 _LOOSER: Final = 100  # times that, where levels of pixels may be rounded otherwise
+_NUMBERS: Final = ("mean", "lower", "upper")
 # What two runtimes may differ by; the numbers of a regression in standard deviations.
-CLOSE: Final = {"probabilities": 1e-4, "ood_p_value": 1e-3, **dict.fromkeys(("mean", "lower", "upper"), 1e-3)}
+CLOSE: Final = {"probabilities": 1e-4, "ood_p_value": 1e-3, **dict.fromkeys(_NUMBERS, 1e-3)}
+# The axes of what is compared.  A p-value may differ by a ``step``: rounding may move a score past another.
+_COMMON: Final = {"alpha": "", "step": "", PIXELS: "nhwc", **dict.fromkeys(("decision", "is_ood", "ood_p_value"), "n")}
+_OF_CLASSES: Final = {"quantile": "", "ambiguity_threshold": "", "predictive_entropy": "n", "class_index": "n",
+                      "probabilities": "nk", "prediction_set": "nk"}  # fmt: skip
+_OF_NUMBERS: Final = {"max_width": "", **dict.fromkeys((*_NUMBERS, "aleatoric", "epistemic"), "n")}
 
 
 class Inputs(nn.Module):
@@ -230,7 +235,8 @@ def export_model(model: FittedModel, folder: Path, images: Sequence[ImageLike] =
     larger = _enlarged(pixels[:LARGER_IMAGES])
     reduced = [model.preprocess.from_image(Image.fromarray(each.numpy())) for each in larger.squeeze(-1)]
     vectors = {PIXELS: pixels.permute(0, 2, 3, 1), **_answers_of(model, pixels)}
-    limits = {"alpha": model.policy.alpha, "quantile": model.calibration.quantile(model.policy.coverage)}
+    quantile, step = model.calibration.quantile(model.policy.coverage), 1 / (len(model.calibration) + 1)
+    limits = _defaults(model) | {"quantile": quantile, "step": step}
     vectors |= {name: torch.tensor(limit) for name, limit in limits.items()}
     answers = {PIXELS: larger, **_answers_of(model, torch.from_numpy(np.stack(reduced)))}
     vectors |= {_LARGER + name: each for name, each in answers.items()}
@@ -248,8 +254,9 @@ def _enlarged(pixels: Tensor) -> Tensor:
 def _answers_of(model: FittedModel, pixels: Tensor) -> dict[str, Tensor]:
     outputs = model.compute(pixels)
     decisions = model.decide(model.outputs(outputs.packed.numpy()))
-    answers = {name: outputs[name] for name in outputs.scores} | {"probabilities": outputs.probabilities}
+    answers = {name: outputs[name] for name in outputs.scores}
     answers |= {name: torch.as_tensor(value) for name, value in vars(decisions).items()}
+    answers |= {"probabilities": outputs.probabilities} if model.num_probabilities else {}
     return answers | ({"checks": outputs.check_p_values} if model.checks else {})
 
 
@@ -324,15 +331,10 @@ class Compared:
 
     runtime: str
     graph: str
-    others: int  # number of images with another decision or set that is not as near to a limit as :data:`CLOSE`
+    others: int  # number of images with another class, decision or set that is not as near to a limit as :data:`CLOSE`
     apart: Mapping[str, float]  # largest difference by output
     images: int
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the differences are as small as they should be."""
-        close = self.apart.keys() & CLOSE.keys()
-        return not self.others and all(self.apart[name] <= _close(name, self.graph) for name in close)
+    agrees: bool  # whether the differences are as small as they should be, and finite
 
     def row(self) -> list[str]:
         numbers = (f"{self.apart[name]:.1e}" for name in self.columns)
@@ -350,25 +352,44 @@ class Compared:
         return [name for name in (*CLOSE, "log_density") if name in self.apart]
 
 
-def _close(name: str, graph: str) -> float:
-    return CLOSE[name] * (_LOOSER if graph == ANY_SIZE else 1)
-
-
 def check(folder: Path) -> list[Compared]:
     """Compare each installed runtime with the answers that travel along."""
-    try:
-        vectors = {name: each.numpy() for name, each in load_file(folder / VECTORS).items()}
-    except (OSError, SafetensorError) as error:
-        raise BundleError(f"{folder} is no exported folder: {error}; export the bundle again") from error
-    larger = {name.removeprefix(_LARGER): each for name, each in vectors.items() if name.startswith(_LARGER)}
-    given = {GRAPH: {name: each for name, each in vectors.items() if not name.startswith(_LARGER)}, ANY_SIZE: larger}
-    limits = {name: vectors[name] for name in _LIMITS if name in vectors}
-    for file, each in given.items():
-        if PIXELS not in each or not (folder / file).is_file():
-            raise BundleError(f"{folder} lacks images for {file} in {VECTORS}, or {file}; export the bundle again")
+    needs("--check", "onnx", "onnx", error=NetworkError)
     if not (installed := [name for name in RUNTIMES if importlib.util.find_spec(name)]):
         raise NetworkError(f"no runtime is installed of {', '.join(RUNTIMES)}; pip install onnxruntime")
-    return [_compare(name, folder / file, limits | each) for name in installed for file, each in given.items()]
+    given: dict[str, dict[str, npt.NDArray[Any]]] = {GRAPH: {}, ANY_SIZE: {}}
+    try:
+        for name, each in tensors_of(folder / VECTORS, read_inside(folder, VECTORS, MAX_FILE_BYTES)).items():
+            for file in [ANY_SIZE if name.startswith(_LARGER) else GRAPH] if each.ndim else given:
+                values = each.float() if each.is_floating_point() else each
+                given[file][name.removeprefix(_LARGER)] = values.numpy()
+        for file, vectors in given.items():
+            _check_file(folder, file, vectors)
+    except (BundleError, NetworkError) as error:
+        reason = str(error).partition(";")[0]
+        raise BundleError(f"{folder} is no exported folder: {reason}; export the bundle again") from error
+    return [_compare(name, folder / file, vectors) for name in installed for file, vectors in given.items()]
+
+
+def _check_file(folder: Path, file: str, vectors: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Check a graph before a runtime runs whatever it holds, and that images and answers are those of such a graph."""
+    graph, sizes = parse_model(read_inside(folder, file, MAX_FILE_BYTES), file), dict[str, int]()
+    check_model(graph, file)
+    odd = {
+        name
+        for name, axes in (_COMMON | (_OF_CLASSES if "prediction_set" in vectors else _OF_NUMBERS)).items()
+        if (each := vectors.get(name)) is None
+        or each.ndim != len(axes)
+        or any(sizes.setdefault(axis, side) != side for axis, side in zip(axes, each.shape, strict=True))
+    }
+    odd |= {each.name for each in graph.graph.output} ^ {name for name, each in vectors.items() if each.ndim} - {PIXELS}
+    odd |= {PIXELS} - {each.name for each in graph.graph.input[:1]}
+    if odd or min(sizes["n"], sizes.get("k", 2)) < 2:
+        names = shorten(", ".join(map(repr, sorted(odd or [PIXELS]))))
+        raise BundleError(f"{names} of {VECTORS} and {file} do not fit together")
+    for axis, side in zip(graph.graph.input[0].type.tensor_type.shape.dim[1:], vectors[PIXELS].shape[1:], strict=False):
+        axis.dim_value = side
+    sizes_of(graph, file)
 
 
 def _compare(runtime: str, graph: Path, vectors: Mapping[str, npt.NDArray[Any]]) -> Compared:
@@ -378,21 +399,34 @@ def _compare(runtime: str, graph: Path, vectors: Mapping[str, npt.NDArray[Any]])
         one, others = run(images[:1]), run(images[1:])  # Some runtimes err for one image alone.
         answers = {name: np.concatenate([each, others[name]]) for name, each in one.items()}
     except Exception as error:  # a runtime's errors have no common base class
-        raise NetworkError(f"{runtime} cannot run {graph.name}: {str(error)[:300]}") from error
-    expected = {name: each for name, each in vectors.items() if name not in (PIXELS, *_LIMITS) and each.size}
-    if missing := expected.keys() - answers.keys():
-        raise NetworkError(f"{runtime} gives no {', '.join(sorted(missing))} of {graph.name}; export the bundle again")
-    floats = [name for name, each in expected.items() if each.dtype == np.float32]
-    apart = {name: float(np.abs(answers[name].astype(float) - expected[name]).max()) for name in floats}
-    if "lower" in expected:
-        deviation = np.hypot(expected["aleatoric"], expected["epistemic"]).min()
-        apart |= {name: apart[name] / float(deviation) for name in ("mean", "lower", "upper")}
-    differs = answers["decision"] != expected["decision"]
-    differs &= np.abs(expected["ood_p_value"] - vectors["alpha"]) > _close("ood_p_value", graph.name)
+        raise NetworkError(f"{runtime} cannot run {graph.name}: {' '.join(str(error).split())[:300]}") from error
+    expected = {name: each for name, each in vectors.items() if each.ndim and name != PIXELS}
+    for name, each in expected.items():
+        got = answers.get(name, images[:0])
+        if got.shape != (len(images), *each.shape[1:]) or got.dtype.kind != each.dtype.kind:
+            raise NetworkError(f"{runtime} gives other {shorten(repr(name))} than those in {VECTORS}; export again")
+    deviation = np.hypot(expected["aleatoric"], expected["epistemic"]) if "lower" in expected else 1.0
+    apart = {}
+    with np.errstate(all="ignore"):  # NaN is no agreement.
+        for name in (name for name, each in expected.items() if each.dtype.kind == "f"):
+            gap = np.abs(answers[name].astype(float) - expected[name])
+            apart[name] = float((gap / deviation if name in _NUMBERS else gap).max(initial=0.0))
+    close = {name: limit * (_LOOSER if graph.name == ANY_SIZE else 1) for name, limit in CLOSE.items()}
+    close["ood_p_value"] = max(close["ood_p_value"], 1.01 * float(vectors["step"]))
+    differs = (answers["decision"] != expected["decision"]) | (answers["is_ood"] != expected["is_ood"])
+    differs &= np.abs(expected["ood_p_value"] - vectors["alpha"]) > close["ood_p_value"]
     if "prediction_set" in expected:
-        is_clear = np.abs(expected["probabilities"] - vectors["quantile"]) > _close("probabilities", graph.name)
+        probabilities, within = expected["probabilities"], close["probabilities"]
+        differs &= np.abs(expected["predictive_entropy"] - vectors["ambiguity_threshold"]) > within
+        is_clear = np.abs(probabilities - vectors["quantile"]) > within
         differs |= ((answers["prediction_set"] != expected["prediction_set"]) & is_clear).any(axis=1)
-    return Compared(runtime, graph.name, int(differs.sum()), apart, len(differs))
+        best = np.sort(probabilities, axis=1)[:, -2:]
+        differs |= (answers["class_index"] != expected["class_index"]) & (best[:, -1] - best[:, 0] > 2 * within)
+    else:
+        width = expected["upper"] - expected["lower"]
+        differs &= np.abs(width - vectors["max_width"]) > 2 * close["lower"] * deviation
+    agrees = not differs.any() and all(each <= close.get(name, np.finfo(float).max) for name, each in apart.items())
+    return Compared(runtime, graph.name, int(differs.sum()), apart, len(differs), agrees)
 
 
 def table(compared: Sequence[Compared]) -> str:

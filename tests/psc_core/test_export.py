@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from app import export_cli as cli
 from psc_core.bundle import read_bundle
@@ -28,6 +33,7 @@ from psc_core.images.preprocess import PRESETS
 from psc_core.model import FittedModel, load_model
 from tests.conftest import ROOT
 from tests.psc_core.cli.support import run
+from tools import forge
 
 BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
 
@@ -165,17 +171,14 @@ def test_other_answers_are_found(folder: Path, tmp_path: Path, capsys: pytest.Ca
 def test_folders_that_are_none(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BundleError, match="no exported folder"):
         check(tmp_path)
-    save_file({"x": torch.zeros(1)}, tmp_path / VECTORS)
-    with pytest.raises(BundleError, match="lacks images"):
-        check(tmp_path)
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     save_file({**load_file(other / VECTORS), "more": torch.ones(64)}, other / VECTORS)
     code, _, err = run(capsys, cli.main, ["--check", str(other)])
-    assert code == 2 and "onnxruntime gives no more of model.onnx" in err
+    assert code == 2 and "'more' of vectors.safetensors and model.onnx do not fit together" in err
     broken = Path(shutil.copytree(folder, tmp_path / "broken"))
     (broken / GRAPH).write_bytes(b"no graph")
     code, _, err = run(capsys, cli.main, ["--check", str(broken)])
-    assert code == 2 and "cannot run model.onnx" in err
+    assert code == 2 and "model.onnx is not an ONNX file" in err
     with pytest.raises(BundleError, match="was written by psc-export and is no bundle"):
         read_bundle(folder)
 
@@ -213,6 +216,162 @@ def test_in_python(model: FittedModel, images: torch.Tensor, tmp_path: Path) -> 
     with pytest.raises(UsageError, match="that psc-export did not write"):
         model.export(tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def changed_vectors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        vectors = load_file(folder / VECTORS)
+        change(vectors)
+        save_file({name: each.contiguous() for name, each in vectors.items()}, folder / VECTORS)
+
+    return damage
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return changed_vectors(lambda vectors: vectors.pop(name))
+
+
+def with_other(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+    return changed_vectors(lambda vectors: vectors.update({name: change(vectors[name])}))
+
+
+def changed_graph(change: Callable[[onnx.ModelProto], object], file: str = GRAPH) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        graph = onnx.load(folder / file)
+        change(graph)
+        (folder / file).write_bytes(graph.SerializeToString())
+
+    return damage
+
+
+def with_other_output(name: str, operator: str, other: Any = None, **attributes: Any) -> Callable[[Path], None]:
+    """The graph's last operation before an output is another one."""
+
+    def change(graph: onnx.ModelProto) -> None:
+        (node,) = (node for node in graph.graph.node if name in node.output)
+        node.op_type = operator
+        node.attribute.extend(helper.make_attribute(key, value) for key, value in attributes.items())
+        if other is not None:
+            graph.graph.initializer.append(numpy_helper.from_array(np.array(other), "other"))
+            node.input.append("other")
+
+    return changed_graph(change)
+
+
+def with_constant_elsewhere(place: str) -> Callable[[Path], None]:
+    def change(graph: onnx.ModelProto) -> None:
+        constant = graph.graph.initializer[0]
+        constant.ClearField("raw_data")
+        constant.data_location = TensorProto.EXTERNAL
+        constant.external_data.add(key="location", value=place)
+
+    return changed_graph(change)
+
+
+def of_another_maker(graph: onnx.ModelProto) -> None:
+    graph.opset_import.append(helper.make_opsetid("evil", 1))
+    graph.graph.node[-1].domain = "evil"
+
+
+def too_large(graph: onnx.ModelProto) -> None:
+    sides = numpy_helper.from_array(np.array([1 << 20, 1 << 22]), "sides")
+    graph.graph.initializer.append(sides)
+    graph.graph.node.insert(0, helper.make_node("ConstantOfShape", ["sides"], ["large"]))
+
+
+def replaced_by(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        shutil.move(folder / name, folder.parent / name)
+        make(folder / name)
+
+    return damage
+
+
+def both(*names: str) -> Callable[[Path], None]:
+    """Outputs that are NaN in the graph and in the vectors."""
+
+    def damage(folder: Path) -> None:
+        for name in names:
+            with_other_output(name, "Add", np.float32("nan"))(folder)
+            with_other(name, lambda values: values * torch.nan)(folder)
+
+    return damage
+
+
+NAN = np.float32("nan")
+LINKED = [replaced_by(name, lambda file: file.symlink_to(file.parents[1] / file.name)) for name in (GRAPH, VECTORS)]
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    **{f"half of {name}": lambda folder, name=name: os.truncate(folder / name, 1 << 22) for name in (GRAPH, ANY_SIZE)},
+    "no graph": lambda folder: os.truncate(folder / GRAPH, 0),
+    "a terabyte": lambda folder: os.truncate(folder / GRAPH, 1 << 40),
+    "vectors cut short": lambda folder: os.truncate(folder / VECTORS, 5_000),
+    "vectors of a terabyte": lambda folder: os.truncate(folder / VECTORS, 1 << 40),
+    "a linked graph": LINKED[0],
+    "linked vectors": LINKED[1],
+    "a pipe": replaced_by(VECTORS, lambda file: os.mkfifo(file)),
+    "a device": replaced_by(GRAPH, lambda file: file.symlink_to("/dev/zero")),
+    "a loop": replaced_by(VECTORS, lambda file: file.symlink_to(file.name)),
+    **{f"a constant in {name}": with_constant_elsewhere(name) for name in ("../../etc/passwd", "/etc/passwd", VECTORS)},
+    **{f"operators in {name}": changed_graph(of_another_maker, name) for name in (GRAPH, ANY_SIZE)},
+    "a constant of terabytes": changed_graph(lambda graph: graph.graph.initializer[0].dims.append(1 << 40)),
+    **{f"a tensor of terabytes in {name}": changed_graph(too_large, name) for name in (GRAPH, ANY_SIZE)},
+    "no input": changed_graph(lambda graph: graph.graph.ClearField("input")),
+    **{f"{name} NaN": with_other_output(name, "Add", NAN) for name in ("probabilities", "ood_p_value", "epistemic")},
+    **{f"{name} NaN on both sides": both(name) for name in ("probabilities", "log_density")},
+    "an infinite density": with_other_output("log_density", "Div", np.float32(0)),
+    "decision (1, n)": with_other_output("decision", "Unsqueeze", [0]),
+    "decision (n, 1)": with_other_output("decision", "Unsqueeze", [1]),
+    "decision of one image": with_other_output("decision", "ReduceMax", [0]),
+    "other classes": with_other_output("class_index", "Neg"),
+    "is_ood turned": with_other_output("is_ood", "Not"),
+    "images as floats": with_other("images", torch.Tensor.float),
+    "smaller images": with_other("images", lambda images: images[:, :20]),
+    "one image": changed_vectors(lambda vectors: vectors.update({k: v[:1] for k, v in vectors.items() if v.ndim})),
+    "no image": changed_vectors(lambda vectors: vectors.update({k: v[:0] for k, v in vectors.items() if v.ndim})),
+    **{f"without {name}": without(name) for name in ("images", "alpha", "step", "decision", "probabilities")},
+    **{f"without {name} ": without(name) for name in ("prediction_set", "log_density")},
+    "decisions in a column": with_other("decision", lambda decision: decision[:, None]),
+    "one probability": with_other("probabilities", lambda values: values[:, :1]),
+    "an alpha for each image": with_other("alpha", lambda alpha: alpha.repeat(64)),
+    "alpha NaN": with_other("alpha", lambda alpha: alpha * torch.nan),
+    "probabilities as integers": with_other("probabilities", torch.Tensor.int),
+    **{str(kind): with_other("probabilities", lambda p, kind=kind: (p + 0.1).to(kind))  # type: ignore[misc]
+       for kind in (torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64)},
+    "a long name": changed_vectors(lambda vectors: vectors.update({"\x1b[31m\n" * 9999: torch.ones(64)})),
+    "no folder": shutil.rmtree,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_folders_are_never_equal(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: str
+) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "copied"))
+    DAMAGES[damage](copied)
+    code, text, err = run(capfd, cli.main, ["--check", str(copied)])
+    assert code == 2, text
+    assert err.startswith("psc-export: ") and err.count("\n") == 1 and len(err) < 1000 and "\x1b" not in err, err
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "policy": lambda bundle: forge.assign(bundle, "policy.alpha", -1.0),
+    "network": lambda bundle: forge.assign(bundle, "backbone.network.spec", "os:system"),
+    "head": lambda bundle: forge.edit_part(bundle, "head", lambda tensors: tensors.pop(min(tensors))),
+    "weights": lambda bundle: os.truncate(bundle / "backbone.safetensors", 100),
+    "manifest": lambda bundle: (bundle / "manifest.json").write_bytes(b"{"),
+}
+
+
+@pytest.mark.parametrize("part", BROKEN)
+def test_bundles_are_refused_as_on_load(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
+) -> None:
+    BROKEN[part](bundle)
+    with pytest.raises(BundleError) as caught:
+        load_model(bundle, device="cpu", allow_factories=forge.ALLOW)
+    words = ["--bundle", str(bundle), "--allow-factories", *forge.ALLOW, "--out", str(tmp_path / "out")]
+    assert run(capsys, cli.main, words) == (2, "", f"psc-export: {caught.value}\n")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
