@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,12 +264,15 @@ def _answers_of(model: FittedModel, pixels: Tensor) -> dict[str, Tensor]:
 def _readme(model: FittedModel) -> str:
     channels, height, width = model.preprocess.shape
     mode = model.preprocess.mode
-    line = 'print([about["classes"][k] for k in answers["prediction_set"][0].nonzero()[0]])\n'
-    named = line if model.num_probabilities else ""
+    of_classes = 'print([about["classes"][k] for k in answers["prediction_set"][0].nonzero()[0]])'
+    of_numbers = 'print(*(answers[name][0] for name in ("mean", "lower", "upper")))'
+    line = of_classes if model.num_probabilities else of_numbers
+    title = "".join(each if each.isprintable() else " " for each in model.name)
+    title = re.sub(r"[\\`*_\[\]<>&#~|]", r"\\\g<0>", title)  # what Markdown reads
     inputs = ", ".join(f"`{name}` ({value:.6g})" for name, value in _defaults(model).items())
-    return f"""# {model.name}
+    return f"""# {title}
 
-`{GRAPH}` answers as the bundle {model.version} does, without PSC.
+`{GRAPH}` answers as the bundle {model.version or "it is of"} does, without PSC.
 
 * Input `{PIXELS}`: uint8 (n, {height}, {width}, {channels}), resized and cropped as `preprocess` in the metadata says.
   Mean and standard deviation are applied inside.
@@ -287,7 +291,8 @@ pixels = numpy.zeros(({height}, {width}, {channels}), "uint8")
 # Of a file: numpy.asarray(PIL.Image.open(FILE).convert("{mode}").resize(({width}, {height}))).reshape(pixels.shape)
 answers = dict(zip(names, session.run(None, {{"{PIXELS}": pixels[None]}})))
 print(about["decisions"][answers["decision"][0]], answers["ood_p_value"][0])
-{named}```
+{line}
+```
 
 In a browser or Node, `pixels` a Uint8Array of height, width and channels in this order:
 

@@ -404,3 +404,31 @@ def test_a_link_in_the_folder_is_replaced_and_not_followed(
     model.export(tmp_path / "out")
     assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / "out" / GRAPH).is_symlink()
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == sorted([GRAPH, VECTORS, README])
+
+
+@pytest.mark.thorough
+def test_names_of_any_kind(model: FittedModel, tmp_path: Path) -> None:
+    classes = ('say "no"', "it's", "a\nb", "Ωμέγα", "数字", "עברית", "{x}", "`code`", "</script>", "\\")
+    named = replace(model, classes=classes, name="# *my* [net](x)\n```python\nraise\n```\x1b_2_ <b>|</b>", version="")
+    named.export(tmp_path)
+    session = onnxruntime.InferenceSession(tmp_path / GRAPH)
+    about = json.loads(session.get_modelmeta().custom_metadata_map["psc"])
+    assert tuple(about["classes"]) == classes and about["name"] == named.name
+    title, empty, *rest = (tmp_path / README).read_text(encoding="utf-8").splitlines()
+    assert title == r"# \# \*my\* \[net\](x) \`\`\`python raise \`\`\` \_2\_ \<b\>\|\</b\>"
+    assert not empty and not any("raise" in line for line in rest)
+    assert output_of_readme(tmp_path).startswith("abstain_ood 0.0") and all(each.agrees for each in check(tmp_path))
+
+
+@pytest.mark.thorough
+def test_readme_and_answers_of_a_regression(angle_bundle: Path, tmp_path: Path) -> None:
+    words = ["--bundle", str(angle_bundle), "--out", str(tmp_path / "out"), "--allow-factories", *forge.ALLOW]
+    assert cli.main(words) == 0
+    decision, numbers = output_of_readme(tmp_path / "out").splitlines()
+    mean, lower, upper = map(float, numbers.split())
+    assert decision.startswith("abstain_ood") and lower < mean < upper
+    mended = load_file(tmp_path / "out" / VECTORS)
+    for name in ("mean", "upper", "decision"):
+        damaged = {**mended, name: mended[name] + (1 if name == "decision" else 0.5)}
+        save_file(damaged, tmp_path / "out" / VECTORS)
+        assert not any(each.agrees for each in check(tmp_path / "out") if each.graph == GRAPH), name
