@@ -116,6 +116,8 @@ def export_graphs(model: FittedModel, files: Sequence[str] = (GRAPH, ANY_SIZE)) 
     if not (head := model.pipeline.scorer.head).has_graph:
         raise UsageError(f"ONNX lacks operations of the head {head.kind!r}; fit the model with another head")
     network = load_from_string(storable_backbone(model, graph=True).onnx or b"")
+    if network.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1:
+        raise UsageError(f"the network of {model.name} takes one image at a time; fit one with a dynamic batch axis")
     after = _answers(model)
     opset = next(each.version for each in after.opset_import if not each.domain)
     found = {}
@@ -226,7 +228,7 @@ def images_below(folder: Path, *, must: bool = True) -> list[str]:
     return found[:VECTOR_IMAGES]
 
 
-def export_model(model: FittedModel, folder: Path, images: Sequence[ImageLike] = ()) -> None:
+def export_model(model: FittedModel, folder: Path, images: Sequence[ImageLike] | Tensor = ()) -> None:
     """Write the graphs, images with their answers, and README to ``folder``; noise fills the images up."""
     if (folder / README).exists() and not (folder / VECTORS).exists():
         raise UsageError(f"{folder} has a {README} that psc-export did not write; give a folder of its own")

@@ -308,7 +308,7 @@ class FittedModel:
         return write_bundle(Path(path), fields, files, backbone.onnx)
 
     @own_state()
-    def export(self, path: str | Path, images: Sequence[ImageLike] = ()) -> None:
+    def export(self, path: str | Path, images: Sequence[ImageLike] | Tensor = ()) -> None:
         """Write an ONNX file that answers as this model does, with a README, to the folder ``path``.
 
         The first 64 ``images``, in any form that :meth:`predict` takes, travel along with their answers, as proof for

@@ -271,6 +271,7 @@ def with_one_input(model: ModelProto, origin: str) -> ModelProto:
         graph.node.insert(0, added)
     del graph.input[:]
     graph.input.append(helper.make_tensor_value_info(INPUT_NAME, onnx.TensorProto.FLOAT, sides))
+    model.ir_version = max(model.ir_version, 4)  # Before that, every constant had to be an input too.
     return model
 
 

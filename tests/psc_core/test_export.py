@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,16 +23,18 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from app import export_cli as cli
+from psc_core import PSC, load_network
 from psc_core.bundle import read_bundle
 from psc_core.data.open import open_dataset
 from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.export import ANY_SIZE, GRAPH, PIXELS, README, RUNTIMES, VECTORS, check, export_graphs, table
-from psc_core.images.preprocess import PRESETS
+from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model import FittedModel, load_model
-from tests.conftest import ROOT
+from tests.conftest import ROOT, TinyJob
 from tests.psc_core.cli.support import run
 from tools import forge
 
@@ -420,6 +423,98 @@ def test_names_of_any_kind(model: FittedModel, tmp_path: Path) -> None:
     assert output_of_readme(tmp_path).startswith("abstain_ood 0.0") and all(each.agrees for each in check(tmp_path))
 
 
+class Transformer(nn.Module):
+    """A vision transformer of two blocks and a class token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.token = nn.Conv2d(1, 16, 7, 7), nn.Parameter(torch.randn(1, 1, 16))
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+        self.blocks, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        logits: Tensor = self.head(self.blocks(torch.cat([self.token.expand(x.shape[0], -1, -1), tokens], 1))[:, 0])
+        return logits
+
+
+class OneImage(nn.Module):
+    """Relies on a batch of one image."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.net(x).reshape(10, 1).transpose(0, 1).reshape(1, 10)
+        return logits
+
+
+def onnx_file(net: nn.Module, file: Path, images: int | None = None) -> Path:
+    """A file as of old exporters, in which constants are among the inputs."""
+    axes = None if images else ({0: torch.export.Dim.DYNAMIC},)
+    given = (torch.zeros(images or 2, 1, 28, 28),)
+    program = torch.onnx.export(net, given, dynamo=True, dynamic_shapes=axes, verbose=False)
+    assert program is not None
+    graph = program.model_proto
+    for each in graph.graph.initializer:
+        graph.graph.input.append(helper.make_tensor_value_info(each.name, each.data_type, each.dims))
+    graph.ir_version = 3
+    file.write_bytes(graph.SerializeToString())
+    return file
+
+
+Fit = Callable[..., PSC]
+
+
+@pytest.fixture(scope="module")
+def fit(data_root: Path) -> Fit:
+    """Fit a network in memory to a few digits, by half of which it is calibrated."""
+    sets = [open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "test")]
+    train, val = (TensorDataset(batch.images, batch.labels) for batch in (next(each.batches(300)) for each in sets))
+
+    def fit(net: nn.Module, **settings: Any) -> PSC:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Nothing is accepted after so few images.
+            return PSC.fit(net, train, val, preprocess=PRESETS["mnist"], **settings)
+
+    return fit
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["transformer", "onnx"])
+def test_networks_of_other_kinds(
+    fit: Fit, tiny_job: TinyJob, images: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    torch.manual_seed(0)
+    net = Transformer().eval()
+    if kind == "onnx":
+        net = load_network(f"onnx:{onnx_file(tiny_job.net, tmp_path / 'net.onnx')}", num_classes=10)
+    psc = fit(net)
+    psc.save(tmp_path / "bundle", graph=True)
+    words = ["--bundle", str(tmp_path / "bundle"), "--out", str(tmp_path / "out")]
+    assert cli.main(words) == 0 and capsys.readouterr().out.count(" equal") == 2 * len(RUNTIMES)
+    ours, limit = psc.compute(images), 1.01 / (len(psc.calibration) + 1)
+    for start in RUNTIMES.values():
+        answers = start(tmp_path / "out" / GRAPH)(images.permute(0, 2, 3, 1).numpy())
+        assert np.abs(answers["probabilities"] - ours.probabilities.numpy()).max() < 1e-4
+        assert np.abs(answers["ood_p_value"] - ours["ood_p_value"].numpy()).max() < limit
+    # These calibrated, so that rounding may move a score past itself; with 150 a p-value then differs by 0.0066.
+    assert len(psc.calibration) == 150 and psc.trial is not None
+    psc.export(tmp_path / "out", psc.trial)
+    found = check(tmp_path / "out")
+    assert all(each.agrees for each in found) and max(each.apart["ood_p_value"] for each in found) < limit
+
+
+@pytest.mark.thorough
+def test_a_network_that_takes_one_image_at_a_time_is_refused(fit: Fit, tiny_job: TinyJob, tmp_path: Path) -> None:
+    file = onnx_file(OneImage(tiny_job.net).eval(), tmp_path / "net.onnx", images=1)
+    psc = fit(load_network(f"onnx:{file}", num_classes=10), predictions="original", ood_score="density")
+    with pytest.raises(UsageError, match="takes one image at a time"):
+        psc.export(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.thorough
 def test_readme_and_answers_of_a_regression(angle_bundle: Path, tmp_path: Path) -> None:
     words = ["--bundle", str(angle_bundle), "--out", str(tmp_path / "out"), "--allow-factories", *forge.ALLOW]
@@ -432,3 +527,26 @@ def test_readme_and_answers_of_a_regression(angle_bundle: Path, tmp_path: Path) 
         damaged = {**mended, name: mended[name] + (1 if name == "decision" else 0.5)}
         save_file(damaged, tmp_path / "out" / VECTORS)
         assert not any(each.agrees for each in check(tmp_path / "out") if each.graph == GRAPH), name
+
+
+@pytest.mark.thorough
+def test_colour_and_many_classes_with_their_own_covariances(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {}
+    for classes in (10, 100):
+        labels = torch.arange(classes).repeat_interleave(8)
+        colours = torch.rand(classes, 3, 1, 1)[labels] + 0.1 * torch.rand(len(labels), 3, 12, 12)
+        pixels = colours.mul(200).byte()
+        train, val = (TensorDataset(pixels[at::2], labels[at::2]) for at in (0, 1))
+        preprocess = Preprocess("RGB", 12, 12, None, (0.5,) * 3, (0.5,) * 3)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(200, classes)).eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            psc = PSC.fit(net, train, val, preprocess=preprocess, layer="0", density="gda", head="duq", pca=5)
+        psc.export(tmp_path / str(classes), pixels[1::2])
+        assert all(each.agrees for each in check(tmp_path / str(classes)))
+        graph = onnx.load(tmp_path / str(classes) / GRAPH).graph
+        after = [each for each in graph.initializer if each.name.startswith("answers/")]
+        sizes[classes] = len(graph.node), sum(each.ByteSize() for each in after)
+    assert sizes[100][0] == sizes[10][0] and sizes[100][1] < 11 * sizes[10][1]
+    assert output_of_readme(tmp_path / "100").count("\n") == 2
