@@ -59,9 +59,9 @@ def export(args: argparse.Namespace) -> None:
 
 def _write(args: argparse.Namespace) -> None:
     from psc_core.bundle import TRY_FOLDER
-    from psc_core.export import export_model, images_below
+    from psc_core.export.folder import export_model, images_below
+    from psc_core.export.repository import write_repository
     from psc_core.model import load_model
-    from psc_core.repository import write_repository
 
     marker = _TARGETS[args.target][1]
     if args.target == "web":
@@ -82,7 +82,7 @@ def _write(args: argparse.Namespace) -> None:
         case "web":
             write_page(model, args.out, runtime=args.runtime, examples=examples)
         case "mlflow":
-            from psc_core.pyfunc import save_pyfunc
+            from psc_core.export.pyfunc import save_pyfunc
 
             save_pyfunc(model, args.out)
         case _:
@@ -94,7 +94,7 @@ def _write(args: argparse.Namespace) -> None:
 
 
 def _check(folder: Path) -> None:
-    from psc_core.export import check, table
+    from psc_core.export.check import check, table
 
     compared = check(folder)
     print(table(compared))

@@ -18,7 +18,7 @@ from typing import Final
 from app.http.model import MAX_FILE_BYTES, MAX_FILES, describe_model
 from psc_core.bundle import write_files
 from psc_core.errors import UsageError
-from psc_core.export import ANY_SIZE, export_graphs
+from psc_core.export.graph import ANY_SIZE, export_graphs
 from psc_core.images import SUFFIXES
 from psc_core.model import FittedModel
 

@@ -318,7 +318,7 @@ class FittedModel:
             NetworkError: If the network cannot be exported to ONNX, or gives other answers there.
             UsageError: If the network computes in bfloat16.
         """
-        from psc_core.export import export_model  # imported here, so that services load no exporting code
+        from psc_core.export.folder import export_model  # imported here, so that services load no exporting code
 
         export_model(self, Path(path), images)
 

@@ -11,7 +11,7 @@ import pytest
 from app import export_cli as cli
 from app.static_page import find_runtime
 from psc_core.errors import UsageError
-from psc_core.export import ANY_SIZE
+from psc_core.export.graph import ANY_SIZE
 from psc_core.model import load_model
 from tests.conftest import ROOT
 from tests.psc_core.cli.support import run

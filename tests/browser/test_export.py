@@ -18,7 +18,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from app import export_cli as cli
-from psc_core.export import PIXELS, README, VECTORS
+from psc_core.export.folder import README, VECTORS
+from psc_core.export.graph import PIXELS
 from psc_core.model import load_model
 from tests.browser.test_page import Driver, chromium, driver, find, text, until
 from tests.conftest import ROOT

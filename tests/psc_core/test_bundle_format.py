@@ -19,7 +19,8 @@ from psc_core.answers import CLASSIFICATION_DECISIONS
 from psc_core.bundle import GRAPH, MAX_ARGUMENT, MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES, PARTS, Manifest
 from psc_core.density import DENSITIES, class_values
 from psc_core.errors import BundleError, UsageError
-from psc_core.export import RUNTIMES, export_graphs
+from psc_core.export.check import RUNTIMES
+from psc_core.export.graph import export_graphs
 from psc_core.heads import dve, sngp
 from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE

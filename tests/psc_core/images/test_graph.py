@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from psc_core.export import RUNTIMES
+from psc_core.export.check import RUNTIMES
 from psc_core.images import INTERPOLATIONS
 from psc_core.images.graph import Resize
 from psc_core.images.preprocess import Preprocess

@@ -20,8 +20,8 @@ from starlette.testclient import TestClient
 
 from psc_core import __version__
 from psc_core.errors import BundleError, ImageError, UsageError
+from psc_core.export.pyfunc import BUNDLE, COLUMN, save_pyfunc
 from psc_core.model import FittedModel, load_model
-from psc_core.pyfunc import BUNDLE, COLUMN, save_pyfunc
 from psc_core.scoring import NOT_FINITE
 from psc_core.tasks.base import Outputs
 from tests.conftest import ROOT, SHIPPED_BUNDLE
@@ -200,7 +200,7 @@ def test_the_folder_holds_the_bundle_and_no_code(folder: Path, model: FittedMode
     assert {name for name in files if not name.startswith("data/")} == {*texts, "serving_input_example.json"}
     assert load_model(folder / "data" / BUNDLE, device="cpu").version == model.version
     about = (folder / "MLmodel").read_text()
-    assert "loader_module: psc_core.pyfunc" in about and "code: null" in about
+    assert "loader_module: psc_core.export.pyfunc" in about and "code: null" in about
     assert f"name: {model.name}" in about and f"version: {model.version}" in about
     assert str(ROOT) not in about and str(folder.parent) not in about
     assert f"psc=={__version__}" in (folder / "requirements.txt").read_text().splitlines()

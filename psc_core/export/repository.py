@@ -16,7 +16,7 @@ import numpy as np
 
 from psc_core.bundle import write_files
 from psc_core.errors import UsageError
-from psc_core.export import GRAPH, PIXELS, export_graphs
+from psc_core.export.graph import GRAPH, PIXELS, export_graphs
 from psc_core.model import MAX_BATCH, FittedModel
 
 if TYPE_CHECKING:

@@ -31,7 +31,9 @@ from psc_core import PSC, load_network
 from psc_core.bundle import read_bundle
 from psc_core.data.open import open_dataset
 from psc_core.errors import BundleError, NetworkError, UsageError
-from psc_core.export import ANY_SIZE, GRAPH, PIXELS, README, RUNTIMES, VECTORS, check, export_graphs, table
+from psc_core.export.check import RUNTIMES, check, table
+from psc_core.export.folder import README, VECTORS
+from psc_core.export.graph import ANY_SIZE, GRAPH, PIXELS, export_graphs
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model import FittedModel, load_model
 from tests.conftest import ROOT, TinyJob
@@ -151,7 +153,7 @@ def test_proof_travels_along(folder: Path, capsys: pytest.CaptureFixture[str], m
     ]
     assert all(each.agrees for each in found)
     assert "other answers  probabilities apart  ood_p_value apart  log_density apart" in table(found)
-    monkeypatch.setattr("psc_core.export.RUNTIMES", {"no_such_runtime": RUNTIMES["openvino"]})
+    monkeypatch.setattr("psc_core.export.check.RUNTIMES", {"no_such_runtime": RUNTIMES["openvino"]})
     with pytest.raises(NetworkError, match="no runtime is installed of no_such_runtime"):
         check(folder)
 
@@ -390,7 +392,9 @@ def test_an_interrupted_export_leaves_the_former_one(
         if next(calls) == call:
             raise error
 
-    monkeypatch.setattr("psc_core.export.export_graphs", lambda _: {GRAPH: onnx.ModelProto(producer_name="other")})
+    monkeypatch.setattr(
+        "psc_core.export.folder.export_graphs", lambda _: {GRAPH: onnx.ModelProto(producer_name="other")}
+    )
     monkeypatch.setattr("psc_core.bundle.os.fsync", sync)
     with pytest.raises((BundleError, KeyboardInterrupt)):
         model.export(out)
@@ -403,7 +407,9 @@ def test_a_link_in_the_folder_is_replaced_and_not_followed(
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / GRAPH).symlink_to(tmp_path / "mine")
-    monkeypatch.setattr("psc_core.export.export_graphs", lambda _: {GRAPH: onnx.ModelProto(producer_name="other")})
+    monkeypatch.setattr(
+        "psc_core.export.folder.export_graphs", lambda _: {GRAPH: onnx.ModelProto(producer_name="other")}
+    )
     model.export(tmp_path / "out")
     assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / "out" / GRAPH).is_symlink()
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == sorted([GRAPH, VECTORS, README])
