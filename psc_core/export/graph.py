@@ -99,7 +99,8 @@ def export_graphs(model: FittedModel, files: Sequence[str] = (GRAPH, ANY_SIZE)) 
         raise NetworkError(f"the graphs of {model.name} do not fit together: {str(error)[:300]}") from error
     for graph in found.values():
         remove_notes(graph)
-        _givedefaults(graph, model)
+        del graph.graph.value_info[:]  # In each of the three graphs a name such as s14 stands for another size.
+        _give_defaults(graph, model)
     return found
 
 
@@ -161,7 +162,7 @@ def defaults(model: FittedModel) -> dict[str, float]:
     return {name: float(np.finfo(np.float32).max) if value is None else value for name, value in values.items()}
 
 
-def _givedefaults(graph: ModelProto, model: FittedModel) -> None:
+def _give_defaults(graph: ModelProto, model: FittedModel) -> None:
     """Make the thresholds optional, and let the graph say what a program needs to know of it."""
     from onnx import helper, numpy_helper
 
