@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--images", type=Path, metavar="DIR", help=text + "(default: the bundle's examples)")
     text = "the npm package onnxruntime-web, for the web page (default: node_modules/onnxruntime-web)"
     cli.add_argument("--runtime", type=Path, metavar="DIR", default=Path("node_modules/onnxruntime-web"), help=text)
-    text = "compare the runtimes of this machine on an exported folder, instead of exporting"
+    text = "compare the runtimes of this machine on a folder that was exported for onnx, instead of exporting"
     cli.add_argument("--check", type=Path, metavar="DIR", help=text)
     cli.add_argument("--overwrite", action="store_true", help="replace an exported folder at --out")
     flags.add_model_flags(cli)
@@ -69,11 +69,13 @@ def _write(args: argparse.Namespace) -> None:
 
         find_runtime(args.runtime)
     place = args.out
+    if not args.overwrite and args.target in ("onnx", "web", "mlflow"):
+        flags.check_free(place, [marker])
     model = load_model(args.bundle, device="cpu", allow_factories=args.allow_factories)
     if args.target in ("triton", "openvino"):
         place = args.out / model.name / ("1" if args.target == "openvino" else "")
-    if not args.overwrite:
-        flags.check_free(place, [marker])
+        if not args.overwrite:
+            flags.check_free(place, [marker])
     examples = args.bundle / TRY_FOLDER if args.images is None else args.images
     images = images_below(examples, must=args.images is not None)
     match args.target:

@@ -22,7 +22,6 @@ from psc_core.export.graph import ANY_SIZE, export_graphs
 from psc_core.images import SUFFIXES
 from psc_core.model import FittedModel
 
-RUNTIME: Final = Path("node_modules/onnxruntime-web")
 _RUNTIME_FILES: Final = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
 _PAGE: Final = Path(str(files("app.http") / "page"))
 _DOCS: Final = "docs."  # what files of the service's own documentation begin with
@@ -30,6 +29,12 @@ _DOCS: Final = "docs."  # what files of the service's own documentation begin wi
 _POLICY: Final = (
     "default-src 'self'; script-src 'self' 'wasm-unsafe-eval' blob:; worker-src 'self' blob:; "
     "img-src 'self' data: blob:; style-src 'self'; base-uri 'none'; form-action 'none'; object-src 'none'"
+)
+
+# Of a page that was opened as a file, no script runs.
+_NOTE: Final = (
+    '<p id="local" class="muted small" role="status">The model is being loaded into this browser. If this line stays, '
+    "the page was opened as a file: it needs a web server.</p>"
 )
 
 
@@ -53,7 +58,8 @@ def write_page(model: FittedModel, folder: Path, *, runtime: Path, examples: Pat
         if not file.name.startswith((_DOCS, "index.")):
             shutil.copyfile(file, folder / "page" / file.name)
     for name in _RUNTIME_FILES:
-        shutil.copyfile(found / name, folder / "onnxruntime" / name)
+        # Some file servers do not know .mjs, and browsers refuse a module of another type.
+        shutil.copyfile(found / name, folder / "onnxruntime" / name.replace(".mjs", ".js"))
     offered = sorted(file for file in examples.glob("*") if _is_example(file))[:MAX_FILES]
     for file in offered:
         shutil.copyfile(file, folder / "examples" / file.name)
@@ -63,12 +69,10 @@ def write_page(model: FittedModel, folder: Path, *, runtime: Path, examples: Pat
     about = described.model_dump(mode="json") | {"decisions": model.calibration.decision_names, "report": {}}
     (folder / "model.json").write_text(json.dumps(about))
     page = (_PAGE / "index.html").read_text(encoding="utf-8")
-    added = (
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '  <script type="module" src="page/local.js"></script>\n  '
-    )
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n  '
     start = '<script type="module" src="page/page.js">'
-    (folder / "index.html").write_text(page.replace(start, added + start), encoding="utf-8")
+    page = page.replace(start, policy + start.replace("page.js", "local.js"))
+    (folder / "index.html").write_text(page.replace("  <main>", f"  {_NOTE}\n\n  <main>", 1), encoding="utf-8")
 
 
 def _is_example(file: Path) -> bool:

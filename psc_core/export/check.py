@@ -92,7 +92,7 @@ def check(folder: Path) -> list[Compared]:
             _check_file(folder, file, vectors)
     except (BundleError, NetworkError) as error:
         reason = str(error).partition(";")[0]
-        raise BundleError(f"{folder} is no exported folder: {reason}; export the bundle again") from error
+        raise BundleError(f"{folder} is no exported folder: {reason}; export the bundle for onnx again") from error
     return [_compare(name, folder / file, vectors) for name in installed for file, vectors in given.items()]
 
 

@@ -8,6 +8,7 @@ Inputs and outputs are named as by this project's own service in the v2 protocol
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -56,7 +57,7 @@ def _config(graph: ModelProto, name: str) -> str:
     """
     (images,) = (each for each in graph.graph.input if each.name == PIXELS)
     inputs, outputs = _listed([images]), _listed(graph.graph.output)
-    return f"""name: "{name}"
+    return f"""name: {json.dumps(name)}
 platform: "onnxruntime_onnx"
 max_batch_size: {MAX_BATCH}
 input [

@@ -37,7 +37,9 @@ def test_the_folder_has_all_that_it_asks_for(runtime: Path, tmp_path: Path, caps
     code, _, err = run(capsys, cli.main, words)
     assert code == 2 and "holds index.html already" in err
     page = (site / "index.html").read_text()
-    assert page.index("page/local.js") < page.index("page/page.js")  # The first module answers what the others ask.
+    assert re.findall(r'src="(page/[^"]+js)"', page) == ["page/local.js"]  # It loads the others when it can answer.
+    assert "it needs a web server" in page and 'import("./page.js")' in (site / "page" / "local.js").read_text()
+    assert not list(site.rglob("*.mjs"))
     assert page.index("default-src 'self'") < page.index("<script")
     for path in re.findall(r'(?:href|src)="(page/[^"]+)"', page):
         assert (site / path).is_file(), path

@@ -99,6 +99,7 @@ def test_the_page_needs_no_service(driver: Driver, site: str) -> None:
         shown = f"{name}.png | {sign}"
         until(lambda shown=shown: f"{text(driver, '#panel-name')} | {text(driver, '#badge')}" == shown)  # type: ignore[misc]
     assert not any(element.is_displayed() for element in find(driver, "#views, footer nav"))
+    assert text(driver, "#local") == "The model runs in this browser: your images stay here."
     driver.set_script_timeout(GUARD_SECONDS)
     model, photo = load_model(BUNDLE, device="cpu"), Image.linear_gradient("L").resize((301, 203)).convert("RGB")
     turned = Image.Exif()
@@ -117,3 +118,19 @@ def test_the_page_needs_no_service(driver: Driver, site: str) -> None:
     status, answer = driver.execute_async_script(ASK, list(b"no image"))
     assert status == 415 and "cannot read the image" in answer["detail"]
     assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []
+
+
+@pytest.mark.skipif(not WEB, reason="PSC_ORT_WEB names no onnxruntime-web")
+def test_a_page_without_its_runtime_says_so(driver: Driver, site: str, tmp_path: Path) -> None:
+    (tmp_path / "site" / "onnxruntime" / "ort.wasm.min.js").unlink()
+    driver.get(site)
+    until(lambda: text(driver, "#local").startswith("The model could not be loaded."))
+    until(lambda: len(find(driver, "#examples button")) == 4)
+    find(driver, "#examples button")[0].click()
+    until(lambda: text(driver, "#badge") not in ("", "Waiting…", "Classifying…"))
+    assert "API key" not in text(driver, "main")
+    assert (
+        driver.execute_async_script("fetch('other', {method: 'POST'}).then((found) => arguments[0](found.status))")
+        == 404
+    )
+    driver.get_log("browser")

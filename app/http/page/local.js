@@ -1,19 +1,31 @@
-// The service in this browser. In a folder that `psc-export --for web` wrote, this module runs first and answers what the
-// page asks the service, by the exported graph in WebAssembly. Images never leave the browser.
-
-import * as ort from "../onnxruntime/ort.wasm.min.mjs";
+// The service in this browser. In a folder that `psc-export --for web` wrote, this module answers what the page asks the
+// service, by the exported graph in WebAssembly. It loads the page last, and nothing is left that could send an image.
 
 const MAX_PIXELS = 25_000_000; // as the service
 const GREY = [19595, 38470, 7471]; // of 65536: the weights of red, green and blue in Pillow's grey
-const fetchFile = globalThis.fetch;
+const ask = globalThis.fetch.bind(globalThis);
+const note = document.getElementById("local");
+const runtime = (name) => new URL(`../onnxruntime/${name}`, import.meta.url).href;
 
-ort.env.wasm.wasmPaths = new URL("../onnxruntime/", import.meta.url).href;
-ort.env.wasm.proxy = true; // In a worker, so that the page answers meanwhile.
+async function fetchFile(path) {
+  const response = await ask(path);
+  if (!response.ok) throw new Error(`The file server answered ${response.status} for ${path}.`);
+  return response;
+}
+
+async function load() {
+  const ort = await import(runtime("ort.wasm.min.js"));
+  ort.env.wasm.wasmPaths = { mjs: runtime("ort-wasm-simd-threaded.js"), wasm: runtime("ort-wasm-simd-threaded.wasm") };
+  ort.env.wasm.proxy = true; // In a worker, so that the page answers meanwhile.
+  const graph = await (await fetchFile("model-any-size.onnx")).arrayBuffer();
+  const session = await ort.InferenceSession.create(graph, { executionProviders: ["wasm"], logSeverityLevel: 3 });
+  note.textContent = "The model runs in this browser: your images stay here.";
+  return { session, Tensor: ort.Tensor };
+}
 
 const model = fetchFile("model.json").then((response) => response.json());
-const session = fetchFile("model-any-size.onnx")
-  .then((response) => response.arrayBuffer())
-  .then((graph) => ort.InferenceSession.create(graph, { executionProviders: ["wasm"], logSeverityLevel: 3 }));
+const loaded = load();
+loaded.catch((problem) => (note.textContent = `The model could not be loaded. ${problem.message}`));
 let last = Promise.resolve(); // One image after the other: WebAssembly has one thread here.
 
 class Refused extends Error {
@@ -30,7 +42,7 @@ globalThis.fetch = async (path, { body } = {}) => {
     if (asked.endsWith("/examples")) return await fetchFile("examples.json");
     if (asked.includes("/examples/")) return await fetchFile(`examples/${asked.split("/").pop()}`);
     if (asked === "model" || asked.startsWith("models/")) return Response.json(await model);
-    return fetchFile(path);
+    throw new Refused(404, "There is no service behind this page.");
   } catch (problem) {
     return Response.json({ detail: problem.message }, { status: problem.status ?? 500 });
   }
@@ -41,8 +53,9 @@ for (const node of document.querySelectorAll('#views a[href="#live"], footer nav
 
 async function predict(file) {
   const { name, version, layer, policy, ...about } = await model;
-  const images = await pixelsOf(file, about.input);
-  const running = last.then(async () => (await session).run({ images }));
+  const [pixels, sizes] = await pixelsOf(file, about.input);
+  const { session, Tensor } = await loaded;
+  const running = last.then(() => session.run({ images: new Tensor("uint8", pixels, sizes) }));
   last = running.catch(() => {});
   return { model: { name, version, layer }, policy, predictions: [answer(await running, about)] };
 }
@@ -82,5 +95,7 @@ async function pixelsOf(file, { mode, background = "black" }) {
     if (channels === 1) pixels[to++] = (GREY[0] * data[from] + GREY[1] * data[from + 1] + GREY[2] * data[from + 2] + 0x8000) >> 16;
     else for (let colour = 0; colour < 3; colour += 1) pixels[to++] = data[from + colour];
   }
-  return new ort.Tensor("uint8", pixels, [1, height, width, channels]);
+  return [pixels, [1, height, width, channels]];
 }
+
+await import("./page.js");

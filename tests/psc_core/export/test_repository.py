@@ -64,6 +64,12 @@ def test_triton(model: FittedModel, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert service_pb2.ModelInferRequest.InferInputTensor(name=PIXELS, datatype="UINT8", shape=[1, 28, 28, 1])
 
 
+def test_names_in_other_scripts(model: FittedModel, tmp_path: Path) -> None:
+    write_repository(replace(model, name='Zäh"len 数'), tmp_path, triton=True)
+    text = (tmp_path / 'Zäh"len 数' / "config.pbtxt").read_text(encoding="utf-8")
+    assert text_format.Parse(text, model_config_pb2.ModelConfig()).name == 'Zäh"len 数'
+
+
 def test_openvino_model_server(model: FittedModel, tmp_path: Path) -> None:
     write_repository(model, tmp_path, triton=False)
     assert [file.relative_to(tmp_path) for file in tmp_path.rglob("*.*") if file.is_file()] == [
