@@ -28,7 +28,7 @@ from tests.served import GUARD_SECONDS
 __all__ = ["chromium", "driver"]
 
 BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
-WEB = os.environ.get("PSC_ORT_WEB", "")  # the folder dist of onnxruntime-web: npm install onnxruntime-web
+WEB = os.environ.get("ORT_WEB", "")  # the folder dist of onnxruntime-web: npm install onnxruntime-web
 PAGE = """<!doctype html><meta charset="utf-8"><pre id="found"></pre>
 <script type="importmap">{"imports": {"onnxruntime-web": "./dist/ort.wasm.bundle.min.mjs"}}</script>
 <script>var pixels; console.log = (line) => { found.textContent += `${line}\n`; };
@@ -62,7 +62,7 @@ def url(tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.skipif(not WEB, reason="PSC_ORT_WEB names no onnxruntime-web")
+@pytest.mark.skipif(not WEB, reason="ORT_WEB names no onnxruntime-web")
 def test_a_browser_decides_as_the_bundle(driver: Driver, url: str, tmp_path: Path) -> None:
     driver.get(url)
     until(lambda: text(driver, "#found").endswith("done"))
@@ -89,7 +89,7 @@ def site(tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.skipif(not WEB, reason="PSC_ORT_WEB names no onnxruntime-web")
+@pytest.mark.skipif(not WEB, reason="ORT_WEB names no onnxruntime-web")
 def test_the_page_needs_no_service(driver: Driver, site: str) -> None:
     driver.get(site)
     until(lambda: len(find(driver, "#examples button")) == 4)
@@ -120,7 +120,7 @@ def test_the_page_needs_no_service(driver: Driver, site: str) -> None:
     assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []
 
 
-@pytest.mark.skipif(not WEB, reason="PSC_ORT_WEB names no onnxruntime-web")
+@pytest.mark.skipif(not WEB, reason="ORT_WEB names no onnxruntime-web")
 def test_a_page_without_its_runtime_says_so(driver: Driver, site: str, tmp_path: Path) -> None:
     (tmp_path / "site" / "onnxruntime" / "ort.wasm.min.js").unlink()
     driver.get(site)
