@@ -205,10 +205,13 @@ def test_live_shows_what_was_sent_and_how_much_of_it_was_right(driver: Driver, u
     find(driver, "#views [href='#live']")[0].click()
     until(lambda: text(driver, "#hour-parts") == "✓ Accept 1, 33.3 %\n? Unclear 2, 66.7 %\n! Unusual 0, 0.0 %")
     assert not find(driver, "#upload")[0].is_displayed()
-    accepted, unclear, unusual = (
-        max(each.rect["height"] for each in find(driver, f"#hour [data-decision={decision}]"))
-        for decision in ("accept", "abstain_ambiguous", "abstain_ood")
+    # At once, because the live view replaces what it shows.
+    heights = (
+        "return arguments[0].map((decision) => Math.max(...[...document.querySelectorAll("
+        "`#hour [data-decision=${decision}]`)].map((each) => each.getBoundingClientRect().height)))"
     )
+    decisions = ["accept", "abstain_ambiguous", "abstain_ood"]
+    accepted, unclear, unusual = driver.execute_script(heights, decisions)
     assert unclear == pytest.approx(2 * accepted, rel=0.1) and unusual == 0
     assert text(driver, "#drift-word") == "Too few images"
     HTTP.post(f"{url}/predict", files=[("images", (f"{value}.png", png(value))) for value in range(60)])
