@@ -19,12 +19,12 @@ _EXAMPLE = """examples:
   psc-export --check exported          (on the machine that will run it)
   psc-export --bundle bundle --out site --for web
 """
-# What each target is, and the file of a folder that was written for it.
+# What each target is, and a file that a folder has that was written for it.
 _TARGETS: Final = {
     "onnx": ("one ONNX file, with test images and README", "README.md"),
     "web": ("a static web page with the model inside", "index.html"),
-    "triton": ("a repository of Triton", "config.pbtxt"),
-    "openvino": ("a repository of OpenVINO's model server", "model.onnx"),
+    "triton": ("a repository of Triton", "{name}/config.pbtxt"),
+    "openvino": ("a repository of OpenVINO's model server", "{name}/1/model.onnx"),
     "mlflow": ("a model of MLflow", "MLmodel"),
 }
 
@@ -58,24 +58,21 @@ def export(args: argparse.Namespace) -> None:
 
 
 def _write(args: argparse.Namespace) -> None:
-    from psc_core.bundle import TRY_FOLDER
+    from psc_core.bundle import TRY_FOLDER, read_bundle
     from psc_core.export.folder import export_model, images_below
     from psc_core.export.repository import write_repository
-    from psc_core.model import load_model
+    from psc_core.model import FittedModel
 
-    marker = _TARGETS[args.target][1]
+    if args.images is not None and args.target not in ("onnx", "web"):
+        raise UsageError(f"no images travel along for {args.target}; leave out --images")
     if args.target == "web":
         from app.static_page import find_runtime, write_page
 
         find_runtime(args.runtime)
-    place = args.out
-    if not args.overwrite and args.target in ("onnx", "web", "mlflow"):
-        flags.check_free(place, [marker])
-    model = load_model(args.bundle, device="cpu", allow_factories=args.allow_factories)
-    if args.target in ("triton", "openvino"):
-        place = args.out / model.name / ("1" if args.target == "openvino" else "")
-        if not args.overwrite:
-            flags.check_free(place, [marker])
+    bundle = read_bundle(args.bundle)
+    if not args.overwrite:
+        flags.check_free(args.out, [_TARGETS[args.target][1].format(name=bundle.manifest.name)])
+    model = FittedModel.from_bundle(bundle, device="cpu", allow_factories=args.allow_factories).probed()
     examples = args.bundle / TRY_FOLDER if args.images is None else args.images
     images = images_below(examples, must=args.images is not None)
     match args.target:

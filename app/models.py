@@ -174,7 +174,7 @@ class ServedModel:
     @property
     def headline(self) -> str:
         """The sentence on what is promised of accepted images."""
-        return self.policy.headline(self.model.report.get("metrics", {}))
+        return self.model.headline(self.policy)
 
     def policy_with(self, **changes: float) -> BasePolicy:
         """Return the policy of a request that changes some of its values."""

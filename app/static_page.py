@@ -15,11 +15,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
-from app.http.model import MAX_FILE_BYTES, MAX_FILES, describe_model
+from app.http.model import describe_model, examples_in
 from psc_core.bundle import write_files
 from psc_core.errors import UsageError
 from psc_core.export.graph import ANY_SIZE, export_graphs
-from psc_core.images import SUFFIXES
 from psc_core.model import FittedModel
 
 _RUNTIME_FILES: Final = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
@@ -60,11 +59,14 @@ def write_page(model: FittedModel, folder: Path, *, runtime: Path, examples: Pat
     for name in _RUNTIME_FILES:
         # Some file servers do not know .mjs, and browsers refuse a module of another type.
         shutil.copyfile(found / name, folder / "onnxruntime" / name.replace(".mjs", ".js"))
-    offered = sorted(file for file in examples.glob("*") if _is_example(file))[:MAX_FILES]
-    for file in offered:
-        shutil.copyfile(file, folder / "examples" / file.name)
+    if (listed := folder / "examples.json").exists():  # What is offered no longer shall not stay there to be found.
+        for name in json.loads(listed.read_text())["files"]:
+            (folder / "examples" / Path(name).name).unlink(missing_ok=True)
+    offered = examples_in(examples, examples)
+    for name, file in offered.items():
+        shutil.copyfile(file, folder / "examples" / name)
     write_files(folder, {ANY_SIZE: graph.SerializeToString()})
-    (folder / "examples.json").write_text(json.dumps({"files": [file.name for file in offered]}))
+    listed.write_text(json.dumps({"files": list(offered)}))
     described = describe_model(model, model.policy, name=model.name, backend="onnxruntime-web", models=[model.name])
     about = described.model_dump(mode="json") | {"decisions": model.calibration.decision_names, "report": {}}
     (folder / "model.json").write_text(json.dumps(about))
@@ -73,7 +75,3 @@ def write_page(model: FittedModel, folder: Path, *, runtime: Path, examples: Pat
     start = '<script type="module" src="page/page.js">'
     page = page.replace(start, policy + start.replace("page.js", "local.js"))
     (folder / "index.html").write_text(page.replace("  <main>", f"  {_NOTE}\n\n  <main>", 1), encoding="utf-8")
-
-
-def _is_example(file: Path) -> bool:
-    return file.suffix.lower() in SUFFIXES and file.is_file() and file.stat().st_size <= MAX_FILE_BYTES

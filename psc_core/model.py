@@ -111,6 +111,10 @@ class FittedModel:
     def num_probabilities(self) -> int:
         return self.task.probabilities(self.classes)
 
+    def headline(self, policy: BasePolicy) -> str:
+        """Return the sentence on what is promised of images that a policy accepts."""
+        return policy.headline(self.report.get("metrics", {}))
+
     def outputs(self, packed: Matrix) -> Outputs[Matrix]:
         """Give names to the columns of packed outputs."""
         return Outputs(packed, self.score_names, self.checks)

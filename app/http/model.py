@@ -188,7 +188,7 @@ def describe_model(
         classes=list(model.classes),
         input=model.preprocess.to_json(),
         policy=policy,
-        notes=[policy.headline(model.report["metrics"]), *policy.notes(model.classes)],
+        notes=[model.headline(policy), *policy.notes(model.classes)],
         calibration=CalibrationDocument(
             images=len(scores),
             ood_score_threshold=model.calibration.ood_score_threshold(policy.alpha),
@@ -251,12 +251,17 @@ async def example(request: Request, name: str, file: str) -> FileResponse:
 def example_files(service: Service, name: str) -> dict[str, Path]:
     """Return a model's images to try by file name; only regular files inside the bundle."""
     bundle = dict(service.settings.named_bundles).get(name)
-    if bundle is None or not (bundle / TRY_FOLDER).is_dir():
+    return {} if bundle is None else examples_in(bundle / TRY_FOLDER, bundle)
+
+
+def examples_in(folder: Path, home: Path) -> dict[str, Path]:
+    """Return images to try by file name; only regular files inside ``home``, wherever links lead."""
+    if not folder.is_dir():
         return {}
-    root = bundle.resolve()
+    root = home.resolve()
     files = [
         path
-        for path in sorted((bundle / TRY_FOLDER).iterdir())
+        for path in sorted(folder.iterdir())
         if path.suffix.lower() in SUFFIXES
         and path.is_file()
         and path.resolve().is_relative_to(root)

@@ -79,7 +79,7 @@ def export_graphs(model: FittedModel, files: Sequence[str] = (GRAPH, ANY_SIZE)) 
     network = load_from_string(storable_backbone(model, graph=True).onnx or b"")
     if network.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1:
         raise UsageError(f"the network of {model.name} takes one image at a time; fit one with a dynamic batch axis")
-    after = _answers(model)
+    after, before = _answers(model), {file: _inputs(model, resize=file == ANY_SIZE) for file in files}
     opset = next(each.version for each in after.opset_import if not each.domain)
     found = {}
     try:
@@ -90,11 +90,10 @@ def export_graphs(model: FittedModel, files: Sequence[str] = (GRAPH, ANY_SIZE)) 
         features = [each.name for each in network.graph.output]
         names = [each.name for each in after.graph.input][: len(features)]
         rest: ModelProto = compose.merge_models(network, after, list(zip(features, names, strict=True)))
-        for file in files:
-            before = _inputs(model, resize=file == ANY_SIZE)
-            before.ir_version = rest.ir_version
-            pixels = [(before.graph.output[0].name, network.graph.input[0].name)]
-            found[file] = compose.merge_models(before, rest, pixels)
+        for file, first in before.items():
+            first.ir_version = rest.ir_version
+            pixels = [(first.graph.output[0].name, network.graph.input[0].name)]
+            found[file] = compose.merge_models(first, rest, pixels)
     except Exception as error:  # the packages' errors have no common base class
         raise NetworkError(f"the graphs of {model.name} do not fit together: {str(error)[:300]}") from error
     for graph in found.values():

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from psc_core.answers import CLASSIFICATION_SCORES, ClassificationPolicy, RegressionPolicy, Target
+from psc_core.answers import CLASSIFICATION_SCORES, BasePolicy, ClassificationPolicy, RegressionPolicy, Target
 from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
 from psc_core.checks import REVIEWED
 from psc_core.images.preprocess import Preprocess
@@ -188,6 +188,9 @@ class FakeModel:
             num_classes=3,
         )
     )
+
+    def headline(self, policy: BasePolicy) -> str:
+        return policy.headline(self.report["metrics"])
 
     def outputs(self, packed: Matrix) -> Outputs[Matrix]:
         return Outputs(packed, self.score_names, self.checks)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from app import export_cli as cli
-from app.static_page import find_runtime
+from app.static_page import find_runtime, write_page
 from psc_core.errors import UsageError
 from psc_core.export.graph import ANY_SIZE
+from psc_core.images.decode import DEFAULT_MAX_PIXELS
 from psc_core.model import load_model
 from tests.conftest import ROOT
 from tests.psc_core.cli.support import run
@@ -58,6 +59,8 @@ def test_the_folder_has_all_that_it_asks_for(runtime: Path, tmp_path: Path, caps
     about, model = json.loads((site / "model.json").read_text()), load_model(BUNDLE, device="cpu")
     assert about["classes"] == list(model.classes) and about["version"] == model.version
     assert about["decisions"] == ["accept", "abstain_ambiguous", "abstain_ood"]
+    pixels = re.search(r"MAX_PIXELS = ([\d_]+)", text)
+    assert pixels and int(pixels[1].replace("_", "")) == DEFAULT_MAX_PIXELS
     assert (
         not about["feedback"] and not about["report"]
     )  # Nobody reviews here, and the fit's machine is nobody's concern.
@@ -83,3 +86,22 @@ def test_a_runtime_is_needed_before_anything_is_read(
     (tmp_path / "ort.wasm.min.mjs").touch()
     with pytest.raises(UsageError, match="npm install"):
         find_runtime(tmp_path)
+
+
+def test_only_images_of_their_folder_are_published(runtime: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "mine.png").write_bytes((BUNDLE / "examples" / "clean.png").read_bytes())
+    (tmp_path / "few" / "link.png").symlink_to(tmp_path / "secret.png")
+    model = load_model(BUNDLE, device="cpu")
+    for examples, names in ((BUNDLE / "examples", 4), (tmp_path / "few", 1)):  # The former ones do not stay.
+        write_page(model, tmp_path / "site", runtime=runtime, examples=examples)
+        assert len(list((tmp_path / "site" / "examples").iterdir())) == names
+    assert json.loads((tmp_path / "site" / "examples.json").read_text())["files"] == ["mine.png"]
+
+
+def test_images_that_would_not_travel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for target in ("triton", "openvino", "mlflow"):
+        words = ["--bundle", str(BUNDLE), "--out", str(tmp_path / "x"), "--for", target, "--images", str(tmp_path)]
+        code, _, err = run(capsys, cli.main, words)
+        assert code == 2 and f"no images travel along for {target}" in err

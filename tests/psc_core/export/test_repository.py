@@ -33,7 +33,7 @@ def test_triton(model: FittedModel, tmp_path: Path, capsys: pytest.CaptureFixtur
     words = ["--bundle", str(BUNDLE), "--out", str(tmp_path), "--for", "triton"]
     assert run(capsys, cli.main, words)[0] == 0
     code, _, err = run(capsys, cli.main, words)
-    assert code == 2 and "holds config.pbtxt already" in err
+    assert code == 2 and f"holds {NAME}/config.pbtxt already" in err
     assert sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("*.*") if file.is_file()) == [
         Path(NAME, "1", "model.onnx"),
         Path(NAME, "config.pbtxt"),
