@@ -15,6 +15,7 @@ from psc_core.export.graph import ANY_SIZE
 from psc_core.images.decode import DEFAULT_MAX_PIXELS
 from psc_core.model import load_model
 from tests.conftest import ROOT
+from tests.npm import write_runtime
 from tests.psc_core.cli.support import run
 
 BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
@@ -23,11 +24,7 @@ BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
 @pytest.fixture(scope="module")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What stands for the npm package onnxruntime-web."""
-    folder = tmp_path_factory.mktemp("npm")
-    (folder / "dist").mkdir()
-    for name in ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm", "ort.all.mjs"):
-        (folder / "dist" / name).write_text(name)
-    return folder
+    return write_runtime(tmp_path_factory.mktemp("npm") / "onnxruntime-web")
 
 
 def test_the_folder_has_all_that_it_asks_for(runtime: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from psc_core.network.load import load_network
 from tests import folders
 from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.docs.test_documents import PARSERS
+from tests.npm import write_runtime
 from tests.psc_core.report.support import content
 from tests.served import serve, serve_shipped
 
@@ -32,7 +33,8 @@ ELSEWHERE: Final = {
     "docker": "needs Docker; tests/deploy reads its files",
     "kubectl": "needs a cluster; tests/deploy validates its files",
     "serve": "needs a Ray cluster; tests/app/test_ray_serve.py runs the same application",
-    "pip": "installs from an index",
+    **dict.fromkeys(("pip", "npm", "hf"), "installs from an index, or downloads"),
+    **dict.fromkeys(("mlflow", "echo"), "MLflow's server, and what asks it: tests/psc_core/export/test_pyfunc.py"),
     "git": "tags and pushes",
     "twine": "uploads to an index",
     **dict.fromkeys(("python3", ".venv/bin/python"), "builds and installs a release"),
@@ -41,10 +43,12 @@ ELSEWHERE: Final = {
 }
 """First words of commands that are not run here, and why."""
 
+AT_THE_HUB: Final = "push_to_hub"  # Python that needs it: tests/psc_core/test_hub.py
+
 GALLERY: Final = "docs/gallery.md"  # Its Python blocks are lines of the examples: tests/test_examples.py runs these
 
 WALKED: Final = "docs/recalibration.md"
-"""Its commands need each other: tests/docs/test_recalibration.py runs them in turn."""
+"""Its commands and its Python need each other: tests/docs/test_recalibration.py runs them in turn."""
 
 SMALLER: Final = {"torchvision:resnet50": "torchvision:mobilenet_v3_small"}
 """Networks of the documents, and what stands in for them."""
@@ -92,7 +96,7 @@ def images(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
         (folder / "images" / other).mkdir()
         for number, frog in enumerate(found["frog"][:6]):
             (folder / "images" / other / f"{number}.jpg").write_bytes(frog)
-    for name in ("cat.jpg", "dog.jpg", "image.jpg"):
+    for name in ("cat.jpg", "dog.jpg", "image.jpg", "digit.png"):  # what they hold tells their format
         (folder / name).write_bytes(found["cat"][0])
     listed = sorted(map(str, (folder / "images" / "new").iterdir()))
     (folder / "list.txt").write_text("\n".join(listed))
@@ -108,6 +112,7 @@ def workplace(images: Path, tmp_path: Path, data_root: Path) -> Path:
     shutil.copytree(SHIPPED_BUNDLE, tmp_path / SHIPPED_BUNDLE.relative_to(ROOT))
     shutil.copytree(SHIPPED_BUNDLE, tmp_path / "bundle")
     content(read_bundle(SHIPPED_BUNDLE).manifest.version).save(tmp_path / "bundle")
+    write_runtime(tmp_path / "node_modules" / "onnxruntime-web")
     (tmp_path / "ROOT").symlink_to(data_root)
     return tmp_path
 
@@ -179,11 +184,16 @@ def test_commands_run(document: str, workplace: Path, url: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "document", [name for name in DOCUMENTS if name not in ("docs/method.md", GALLERY) and blocks(name, "python")]
+    "document",
+    [name for name in DOCUMENTS if name not in ("docs/method.md", GALLERY, WALKED) and blocks(name, "python")],
 )
 def test_python_runs(document: str, workplace: Path, url: str) -> None:
     for block in blocks(document, "python"):
+        if AT_THE_HUB in block:
+            continue
         weights_for("resnet50", workplace)
+        if "mlflow.pyfunc.load_model" in block:
+            run(["psc-export", "--bundle", "bundle", "--out", "model", "--for", "mlflow"], workplace, url)
         code = block if torch.cuda.is_available() else block.replace('"cuda"', '"cpu"')
         run([sys.executable, "-c", code], workplace, url)
 
