@@ -57,6 +57,7 @@ from torch import Tensor, nn
 from psc_core.compute import Compute, add_statistics, distances_to_means, passes
 from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.errors import FitError, UsageError, hint
+from psc_core.features import KeptFeatures
 from psc_core.linalg import (
     MIN_COLUMNS,
     ClassScatter,
@@ -133,7 +134,7 @@ class NearestMean(LayerQuality):
         if len(ranges) > 1:
             kept = torch.zeros(len(shard), len(self.selection.classes), dtype=torch.float64)
         hits = torch.zeros(len(layers), self.selection.examples, dtype=torch.uint8, device=device)
-        step, description = feature_step(backbone), f"{label}: nearest mean"
+        step, description = feature_step(backbone, "fp32"), f"{label}: nearest mean"
         for number, (columns, means) in enumerate(rounds, 1):
             images = examples = 0
             take = partial(columns_of, columns=columns)
@@ -227,7 +228,7 @@ class LinearFit(LayerQuality):
     def read(self, backbone: Backbone, group: LayerGroup, rounds: Iterable[Round], label: str) -> None:
         for _ in rounds:  # Linear fits need no class means.
             pass
-        layers, compute, step = group[0], self.compute, feature_step(backbone)
+        layers, compute, step = group[0], self.compute, feature_step(backbone, "fp32")
         widths = [math.prod(layer.shape) for layer in layers]
         sketches = [count_sketch(width, compute.device) for width in widths]
         sizes = [min(width, SKETCH) + 2 for width in widths]
@@ -447,12 +448,13 @@ def measure_layers(
     settings: FitSettings,
     compute: Compute,
     quality_type: type[LayerQuality],
+    kept: KeptFeatures | None = None,  # gets the features of the last layers for the training images
 ) -> CollapseReport:
     """Measure NC1 on ``train`` and another quality on ``selection`` after the layers of ``net``.
 
-    Each process reads its own shard.  The network is moved to the device and put in evaluation mode; it runs in float32
-    whatever the precision, so that the choice of the layer does not depend on it.  The penultimate layer is measured
-    whatever the pattern of names.
+    Each process reads its own shard.  The network is moved to the device and put in evaluation mode; it runs as it is
+    served, but in float32 whatever the precision, so that the choice of the layer does not depend on it.  The
+    penultimate layer is measured whatever the pattern of names.
     """
     compute = replace(compute, precision="fp32")
     trial = trial_input(train.preprocess).to(compute.device)
@@ -462,10 +464,12 @@ def measure_layers(
     sums = {layer.name: torch.zeros(3, dtype=torch.float64) for layer in wanted}
     quality = quality_type(train, selection, compute)
     groups = layer_groups(wanted, len(train.classes), compute.batch_size, compute.device_memory)
+    if kept is not None:
+        kept.make_room({layer.name: layer.shape for layer in wanted if layer.role != "output"})
     for number, group in enumerate(groups, 1):
         backbone = truncate(net, [layer.name for layer in group[0]], keep_output=False, trial=trial)
         label = f"collapse {number}/{len(groups)}"
-        quality.read(backbone, group, _rounds(backbone, group, train, compute, sums, label), label)
+        quality.read(backbone, group, _rounds(backbone, group, train, compute, sums, label, kept), label)
     measured = tuple(
         LayerCollapse(
             **vars(layer),
@@ -486,16 +490,23 @@ def measure_layers(
 
 
 def _rounds(
-    backbone: Backbone, group: LayerGroup, train: ImageDataset, compute: Compute, sums: Mapping[str, Tensor], label: str
+    backbone: Backbone,
+    group: LayerGroup,
+    train: ImageDataset,
+    compute: Compute,
+    sums: Mapping[str, Tensor],
+    label: str,
+    kept: KeptFeatures | None,
 ) -> Iterator[Round]:
     """Yield the rounds of a group with their class means, each after a pass over the training images into ``sums``."""
-    shard, step = compute.shard(train), feature_step(backbone)
+    shard, step = compute.shard(train), feature_step(backbone, "fp32")
     layers, ranges = group
+    of_group = None if kept is None else kept.of([layer.name for layer in layers])
     for columns in ranges:
         widths = (len(range(math.prod(layer.shape))[columns]) for layer in layers)
         statistics = [ClassScatter(len(train.classes), width, compute.device) for width in widths]
         take = partial(columns_of, columns=columns)
-        add_statistics(statistics, shard, compute, f"{label}: class statistics", step, take)
+        add_statistics(statistics, shard, compute, f"{label}: class statistics", step, take, kept=of_group)
         for layer, scatter in zip(layers, statistics, strict=True):
             sums[layer.name].add_(scatter_sums(scatter))
             if not sums[layer.name][:2].sum().isfinite():

@@ -32,6 +32,7 @@ from tqdm import tqdm
 from psc_core.allocator import release_freed_memory
 from psc_core.data.dataset import Batch, ImageDataset, stable_order
 from psc_core.errors import UsageError
+from psc_core.features import KeptLayers
 from psc_core.linalg import ClassScatter, class_pairs, distances_from
 from psc_core.settings import BATCH_IMAGES, MAX_MEMORY, Precision
 
@@ -243,24 +244,24 @@ def passes(
     step: Callable[[Tensor], Value],
     *,
     order: Tensor | None = None,
-    known: Callable[[Tensor], Value] | None = None,
+    kept: KeptLayers | None = None,
 ) -> Iterator[tuple[Value, Batch]]:
     """Yield ``step(standardised images)``, on the device in inference mode, with its batch, and report the progress.
 
-    Where ``known`` gives it for images by their positions, it is not computed again.
+    Features that are ``kept`` are not computed again, and others are kept, if there is room.
     """
     release_freed_memory()
-    positions = torch.arange(len(dataset)) if order is None else order
-    at = 0
+    places = torch.arange(len(dataset)) if order is None else order
     for batch in track_images(dataset, compute, description, order):
-        at += len(batch.images)
-        if known is not None:
-            yield known(positions[at - len(batch.images) : at]), batch
-            continue
-        with torch.inference_mode():
-            images = dataset.preprocess.standardise(batch.images.to(compute.device, non_blocking=True))
-            with autocast(compute.device, compute.precision):
-                value = step(images)
+        at, places = places[: len(batch.images)], places[len(batch.images) :]
+        value: Any = None if kept is None else kept.get(at)
+        if value is None:
+            with torch.inference_mode():
+                images = dataset.preprocess.standardise(batch.images.to(compute.device, non_blocking=True))
+                with autocast(compute.device, compute.precision):
+                    value = step(images)
+                if kept is not None:
+                    kept.add(at, value)
         yield value, batch
 
 
@@ -297,7 +298,6 @@ def track(items: Iterable[Item], *, total: int, description: str) -> Iterator[It
 
 
 Step = Callable[[Tensor], list[Tensor]]  # from standardised images to the features of each layer
-Known = Callable[[Tensor], list[Tensor]]  # from positions of images to the features that a step gives for them
 Ranges = Callable[[list[Tensor]], Sequence[Tensor]]  # from these features to the columns (batch, columns) of each range
 
 
@@ -309,11 +309,11 @@ def add_statistics(
     step: Step,
     of: Ranges,
     *,
-    known: Known | None = None,
+    kept: KeptLayers | None = None,
 ) -> None:
     """Add the images of this process to the statistics of each range, class by class, then sum over all processes."""
     order = stable_order(data.first_labels())
-    for features, batch in passes(data, compute, description, step, order=order, known=known):
+    for features, batch in passes(data, compute, description, step, order=order, kept=kept):
         pairs = class_pairs(batch.labels, batch.image_index, compute.device)
         for columns, scatter in zip(of(features), statistics, strict=True):
             scatter.add(columns, pairs)

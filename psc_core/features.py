@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,6 +52,60 @@ class FeatureMatrix:
         """Return the same rows, copied to ``device`` when they are read."""
         target = torch.device(device)
         return FeatureMatrix(lambda at: self[at].to(target), self.shape, self.dtype, target, self.widest)
+
+
+KEPT: Final = 4  # 1 / the part of the memory budget that features of all training images may take
+
+
+class KeptFeatures:
+    """The features of some layers for all images, from a pass that computed them anyway, where memory allows."""
+
+    def __init__(self, images: int, max_memory: int, device: torch.device) -> None:
+        self._images, self._room, self._device = images, max_memory // KEPT, device
+        self._layers: dict[str, Tensor] = {}
+        self._seen: dict[str, int] = {}  # images whose features are there
+
+    def make_room(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Keep these layers and no others, the last first, each (channels, positions), as far as there is room."""
+        free, layers = self._room, self._layers
+        self._layers = {}
+        for name, shape in reversed([*shapes.items()]):
+            size = 4 * self._images * math.prod(shape)
+            if size <= free:
+                free -= size
+                there = layers.get(name)
+                self._layers[name] = torch.empty(self._images, *shape, device=self._device) if there is None else there
+                self._seen[name] = 0 if there is None else self._seen[name]
+
+    def of(self, layers: Sequence[str]) -> KeptLayers:
+        return KeptLayers(self, tuple(layers))
+
+    def add(self, name: str, positions: Int[Tensor, " batch"], features: Tensor) -> None:
+        if name in self._layers and self._seen[name] < self._images:
+            self._layers[name][positions.to(self._device)] = features.float()
+            self._seen[name] += len(positions)
+
+    def get(self, name: str, positions: Int[Tensor, " batch"]) -> Tensor | None:
+        is_whole = name in self._layers and self._seen[name] == self._images
+        return self._layers[name][positions.to(self._device)] if is_whole else None
+
+
+@dataclass(frozen=True)
+class KeptLayers:
+    """The kept features of the layers that a network is cut behind; images are given by their positions."""
+
+    kept: KeptFeatures
+    names: tuple[str, ...]
+
+    def add(self, positions: Int[Tensor, " batch"], features: Sequence[Tensor]) -> None:
+        """Keep features of a batch, of the layers that there is room for."""
+        for name, each in zip(self.names, features, strict=True):
+            self.kept.add(name, positions, each)
+
+    def get(self, positions: Int[Tensor, " batch"]) -> list[Tensor] | None:
+        """Return the features of each layer; None unless a whole pass has kept those of all layers."""
+        found = [each for name in self.names if (each := self.kept.get(name, positions)) is not None]
+        return found if len(found) == len(self.names) else None
 
 
 def as_matrix(rows: Float[Tensor, "n d"] | npt.NDArray[np.float32] | FeatureMatrix) -> FeatureMatrix:

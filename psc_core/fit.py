@@ -52,6 +52,7 @@ from psc_core.data.loaders import LoaderDescription, check_apart, read_loader
 from psc_core.data.open import in_network_order
 from psc_core.density import DENSITIES
 from psc_core.errors import NetworkError, UsageError, warn
+from psc_core.features import KeptFeatures
 from psc_core.fit_data import Checkpoint, FitData, FitJob
 from psc_core.fit_parts import compare_positions, cut, fewest_positions, fit_parts, report_of
 from psc_core.images.preprocess import MAKE_KNOWN
@@ -70,15 +71,15 @@ from psc_core.tasks import task_named
 
 
 @own_state()
-def collapse(net: nn.Module, job: FitJob) -> CollapseReport:
+def collapse(net: nn.Module, job: FitJob, kept: KeptFeatures | None = None) -> CollapseReport:
     """Measure NC1 on the training images and NC4 (for a regression R²) on the selection split, after every layer."""
     data, compute = job.data, job.compute
     compute.require(data.train)
-    return measure_layers(net, data.train, data.selection, job.settings, compute, data.task_type.layer_quality)
+    return measure_layers(net, data.train, data.selection, job.settings, compute, data.task_type.layer_quality, kept)
 
 
 @own_state()
-def project(net: nn.Module, chosen: ChosenLayer, job: FitJob) -> FittedProjection:
+def project(net: nn.Module, chosen: ChosenLayer, job: FitJob, kept: KeptFeatures | None = None) -> FittedProjection:
     """Fit moments and Tucker factors to the training images, and choose the sizes on the selection split.
 
     The sizes are the smallest that keep NC1 and NC4; for a density that reads z, with as many spatial components as
@@ -88,12 +89,12 @@ def project(net: nn.Module, chosen: ChosenLayer, job: FitJob) -> FittedProjectio
     reads_z = DENSITIES[settings.density].reads == "z"
     compute.require(data.train)
     backbone = cut(net, chosen.layers, data.train, compute, keep_output=False)
-    largest, report, deviation = fit_tucker(backbone, data.train, data.selection, settings, compute)
+    largest, report, deviation = fit_tucker(backbone, data.train, data.selection, settings, compute, kept)
     sizes = report.more_positions(deviation, settings.epsilon) if settings.d_proj is None else [report.d_proj]
     if reads_z and len(sizes) > 1:
         compared = compare_positions(backbone, largest, [(report.c_proj, d_proj) for d_proj in sizes], job)
-        kept = compute.first(fewest_positions(compared))
-        report = replace(report, d_proj=kept, positions=tuple(compared.items()))
+        d_proj = compute.first(fewest_positions(compared))
+        report = replace(report, d_proj=d_proj, positions=tuple(compared.items()))
     if data.task_type.averages_layer(settings) and not reads_z:
         report = replace(report, warning="")  # Head and density read besides z, or instead of it, what z gives up.
     return FittedProjection(largest.leading(report.c_proj, report.d_proj).cpu(), report, chosen.layers)
@@ -143,17 +144,20 @@ def fit_stages(
     """Fit stage by stage, except for those in the checkpoint."""
     layer = job.settings.layer
     report = None if checkpoint is None else checkpoint.load_collapse()
+    compute = job.compute
+    kept = KeptFeatures(len(compute.shard(job.data.train)), compute.max_memory, compute.device)
     if report is None:
-        report = collapse(net, job)
+        report = collapse(net, job, kept)
         if checkpoint is not None:
             checkpoint.save_collapse(report)
     chosen = report.choose(None if layer == "auto" else layer)
     job.say(f"chosen layer: {'+'.join(chosen.layers)} ({len(report.layers)} measured)", to_text(report, chosen))
     projection = None if checkpoint is None else checkpoint.load_projection()
     if projection is None:
-        projection = project(net, chosen, job)
+        projection = project(net, chosen, job, kept)
         if checkpoint is not None:
             checkpoint.save_projection(projection)
+    del kept
     job.say("", projection.report.summary(report.nc4_of(chosen)))
     return report, projection, fit_model(net, chosen, projection, job)
 

@@ -46,10 +46,10 @@ from torch.nn import functional as F
 
 from psc_core import linalg
 from psc_core.allocator import release_freed_memory
-from psc_core.compute import Compute, Known, add_statistics, distances_to_means, passes
+from psc_core.compute import Compute, add_statistics, distances_to_means, passes
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import FitError
-from psc_core.features import chunk_rows
+from psc_core.features import KeptFeatures, KeptLayers, chunk_rows
 from psc_core.fitted import Fitted, restore
 from psc_core.linalg import (
     DEAD_UNIT,
@@ -408,13 +408,13 @@ def measure_sizes(
     compute: Compute,
     step: FeatureStep,
     *,
-    known: Known | None = None,
+    kept: KeptLayers | None = None,
 ) -> tuple[tuple[float, float], Tensor, Tensor, ClassScatter]:
     """Return NC1 and NC4 of the scaled layer, both of every size, and the class statistics of the largest.
 
     Both passes are made for each range of columns whose class means fit ``compute.max_memory``.  ``largest`` is without
     second scaling, on the device; ``train`` is this process's shard; ``step`` gives the features of the chosen layer,
-    ``known`` those of training images that were kept.
+    ``kept`` those of training images, if there was room.
     """
     classes, device = len(train.classes), compute.device
     c_max, d_max = largest.c_proj, largest.d_proj
@@ -425,20 +425,20 @@ def measure_sizes(
     hits = torch.zeros(c_max, d_max, dtype=torch.int64, device=device)
     scaled_hits = torch.zeros((), dtype=torch.int64, device=device)
     sums = torch.zeros(3, dtype=torch.float64)
-    kept = torch.zeros(len(selection) if len(ranges) > 1 else 0, classes, dtype=torch.float64)
+    distances = torch.zeros(len(selection) if len(ranges) > 1 else 0, classes, dtype=torch.float64)
     for number, columns in enumerate(ranges):
         is_first = number == 0
         take = partial(_columns, largest=largest, columns=columns, is_first=is_first)
         scaled = ClassScatter(classes, columns.stop - columns.start, device)
         statistics = [scaled, block] if is_first else [scaled]
-        add_statistics(statistics, train, compute, "class statistics", step, take, known=known)
+        add_statistics(statistics, train, compute, "class statistics", step, take, kept=kept)
         sums += scatter_sums(scaled)
         seen = 0
         for batch, found, (here,) in distances_to_means([scaled.means], selection, compute, "sizes", step, take):
             labels, image_index = batch.labels.to(device), batch.image_index.to(device)
             if len(ranges) > 1:
                 at = slice(seen, seen := seen + len(here))
-                here = kept[at].add_(here.cpu()).to(device)
+                here = distances[at].add_(here.cpu()).to(device)
             if columns.stop == width:
                 scaled_hits += (here.argmin(1)[image_index] == labels).sum()
             if is_first:
@@ -455,13 +455,17 @@ def _columns(features: list[Tensor], largest: Projection, columns: slice, *, is_
     return [x.flatten(1)[:, columns], *([largest.project(x).flatten(1)] if is_first else [])]
 
 
-KEPT: Final = 4  # 1 / the part of the memory budget that features of all training images may take
 MAX_CHANNEL_COMPONENTS = 64  # of the largest projection that is measured
 MAX_COMPONENTS = 2048  # of both modes together
 
 
 def fit_tucker(
-    backbone: Backbone, train: ImageDataset, selection: ImageDataset, settings: FitSettings, compute: Compute
+    backbone: Backbone,
+    train: ImageDataset,
+    selection: ImageDataset,
+    settings: FitSettings,
+    compute: Compute,
+    kept: KeptFeatures | None = None,  # features of the training images of this process that an earlier pass computed
 ) -> tuple[Projection, ProjectionReport, Float[Tensor, "c_max d_max"]]:
     """Fit the largest projection, on the device, measure its sizes on the selection split and choose one.
 
@@ -472,6 +476,11 @@ def fit_tucker(
     with torch.inference_mode():
         features = backbone(trial_input(train.preprocess).to(compute.device))[0]
     shapes = [(layer.shape[1], layer.shape[2]) for layer in features]
+    names, shard = backbone.layers, compute.shard(train)
+    if kept is None or compute.precision != "fp32":
+        kept = KeptFeatures(len(shard), compute.max_memory, compute.device)
+    kept.make_room(dict(zip(names, shapes, strict=True)))
+    chosen = kept.of(names)
     if all(d == 1 for _, d in shapes):
         shapes = [(1, c) for c, _ in shapes]  # as reshape_features lays out vectors
     positions = [reduced_positions(c, d, compute.max_memory // len(shapes) ** 2) for c, d in shapes]
@@ -480,15 +489,9 @@ def fit_tucker(
         budget = f"{compute.max_memory >> 20} MiB"
         note = f"positions {have} → {positions} by average pooling, to keep the covariance within {budget}"
     c_max, d_max = largest_sizes(shapes[0][0], sum(positions), c_proj, settings.d_proj)
-    shard = compute.shard(train)
-
-    kept: list[list[Tensor]] = []  # the features of a batch each, if all of them need little memory
-    keeps = 4 * len(shard) * sum(c * d for c, d in shapes) <= compute.max_memory // KEPT
 
     def features_of_examples() -> Iterator[Tensor]:
-        for features, batch in passes(shard, compute, "moments", step):
-            if keeps:
-                kept.append(features)
+        for features, batch in passes(shard, compute, "moments", step, kept=chosen):
             yield batch.per_example(reshape_features(features, positions)).float()
 
     moments = channel_moments(features_of_examples(), all_reduce=compute.sum_)
@@ -504,16 +507,8 @@ def fit_tucker(
             "smaller one or auto"
         )
     zeros, ones = torch.zeros(c_max * d_max), torch.ones(c_max * d_max)
-    whole = [torch.cat(parts) for parts in zip(*kept, strict=True)]
-    kept.clear()
-
-    def known(images: Tensor) -> list[Tensor]:
-        return [layer[images.to(layer.device)] for layer in whole]
-
     largest = Projection.from_moments(positions, mean, std, a, b, zeros, ones).to(compute.device)
-    (scaled_nc1, scaled_nc4), nc1, nc4, block = measure_sizes(
-        largest, shard, selection, compute, step, known=known if keeps else None
-    )
+    (scaled_nc1, scaled_nc4), nc1, nc4, block = measure_sizes(largest, shard, selection, compute, step, kept=chosen)
     z_mean, z_std = block.mean_and_std()
     if not settings.no_second_scaling:
         largest = largest.with_second_scaling(z_mean, z_std)

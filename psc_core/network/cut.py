@@ -389,9 +389,9 @@ def rebuild_backbone(
     return backbone
 
 
-def feature_step(backbone: Backbone, precision: Precision | None = None) -> FeatureStep:
-    """Return a function from images to features; with a ``precision`` the network is fused for it, as in serving."""
-    running = backbone if precision is None else backbone.fused(precision)
+def feature_step(backbone: Backbone, precision: Precision) -> FeatureStep:
+    """Return a function from images to features, of the network fused as in serving."""
+    running = backbone.fused(precision)
     return lambda images: running(images)[0]
 
 

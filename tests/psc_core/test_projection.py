@@ -10,11 +10,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core import FitSettings, fit_projection, open_dataset
+from psc_core import FitSettings, features, fit_projection, open_dataset
 from psc_core import projection as module
 from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import BundleError, FitError
+from psc_core.features import KeptFeatures
+from psc_core.fit import collapse, project
+from psc_core.fit_data import FitJob
 from psc_core.images.preprocess import PRESETS
 from psc_core.linalg import DEAD_UNIT, ClassScatter, class_pairs
 from psc_core.projection import (
@@ -332,11 +335,33 @@ def test_kept_features_spare_a_pass(data_root: Path, monkeypatch: pytest.MonkeyP
     once = fit_projection(net, chosen, train, val, minimum_dim=8, settings=SETTINGS)
     assert sum(seen) == len(train) + len(val) // 2
     seen.clear()
-    monkeypatch.setattr(module, "KEPT", 1 << 30)
+    job = FitJob.of(train, val, SETTINGS.changed({"minimum_dim": 8}))
+    kept = KeptFeatures(len(train), SETTINGS.max_memory, torch.device("cpu"))
+    collapse(net, job, kept)
+    never = project(net, chosen, job, kept)
+    assert sum(seen) == len(val) // 2
+    seen.clear()
+    monkeypatch.setattr(features, "KEPT", 1 << 30)
     twice = fit_projection(net, chosen, train, val, minimum_dim=8, settings=SETTINGS)
     assert sum(seen) == 2 * len(train) + len(val) // 2
-    torch.testing.assert_close(once.report.nc1, twice.report.nc1, rtol=1e-6, atol=1e-9)
-    assert torch.equal(once.report.nc4, twice.report.nc4)
+    for other in (never, twice):
+        torch.testing.assert_close(once.report.nc1, other.report.nc1, rtol=1e-6, atol=1e-9)
+        assert torch.equal(once.report.nc4, other.report.nc4)
+
+
+def test_features_are_kept_from_the_last_layer_on_as_far_as_there_is_room() -> None:
+    images, (first, last) = 10, torch.arange(10 * 2 * 3.0 * 2).view(2, 10, 2, 3)
+    shapes = {"first": (2, 3), "large": (2, 300), "last": (2, 3)}
+    kept = KeptFeatures(images, features.KEPT * 4 * images * 12, torch.device("cpu"))
+    kept.make_room(shapes)
+    order = torch.randperm(images, generator=torch.Generator().manual_seed(0))
+    for at in order.split(3):
+        assert kept.of(["first", "last"]).get(at) is None  # not yet of all images
+        kept.of([*shapes]).add(at, [first[at], torch.zeros(len(at), 2, 300), last[at]])
+    assert torch.equal(torch.stack(kept.of(["last", "first"]).get(order) or []), torch.stack([last, first])[:, order])
+    assert kept.of(["large", "last"]).get(order) is None
+    kept.make_room({"first": (2, 3)})
+    assert kept.of(["last"]).get(order) is None and kept.of(["first"]).get(order) is not None
 
 
 def test_choice_at_its_edges() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from psc_core import FitSettings, features, fit_projection, fit_psc, measure_collapse, projection
+from psc_core import FitSettings, features, fit_projection, fit_psc, measure_collapse
 from psc_core.data.dataset import ArraySource, ImageDataset, label_images
 from psc_core.heads import softmax
 from psc_core.images.preprocess import PRESETS
@@ -83,7 +83,7 @@ def maximum_bytes(images: int) -> int:
 
 def test_memory_does_not_grow_with_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "CHUNK_ELEMENTS", 1 << 16)
-    monkeypatch.setattr(projection, "KEPT", 1 << 30)  # Else features are kept up to a quarter of the budget.
+    monkeypatch.setattr(features, "KEPT", 1 << 30)  # Else features are kept up to a quarter of the budget.
     monkeypatch.setattr(softmax, "CURVATURE_EXAMPLES", 500)
     monkeypatch.setattr(softmax, "CURVATURE_EXAMPLES_PER_COLUMN", 1)
     monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1e2, 1e1))
