@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final, Unpack, cast
+from typing import Any, Final, NamedTuple, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ from psc_core.density import DENSITIES
 from psc_core.errors import NetworkError, UsageError, warn
 from psc_core.features import KeptFeatures
 from psc_core.fit_data import Checkpoint, FitData, FitJob
-from psc_core.fit_parts import compare_positions, cut, fewest_positions, fit_parts, report_of
+from psc_core.fit_parts import FittedParts, compare_positions, cut, fewest_positions, fit_parts, report_of
 from psc_core.images.preprocess import MAKE_KNOWN
 from psc_core.log.labels import NONE_OF_THE_CLASSES
 from psc_core.model import PSC, FittedModel, PSCRegressor, model_class_of
@@ -106,7 +106,7 @@ def fit_model(
     chosen: ChosenLayer,
     projection: FittedProjection,
     job: FitJob,
-) -> FittedModel:
+) -> tuple[FittedModel, FittedParts]:
     """Fit density, head and checks to the training images, and calibrate them on the calibration split."""
     check_same_layers(chosen, projection)
     data = job.data
@@ -126,7 +126,7 @@ def fit_model(
         trial=trial_of(data.calibration),
     )
     model.probe()  # As in loading: a model that cannot be loaded is not saved.
-    return model
+    return model, parts
 
 
 def check_same_layers(chosen: ChosenLayer, projection: FittedProjection) -> None:
@@ -138,9 +138,16 @@ def check_same_layers(chosen: ChosenLayer, projection: FittedProjection) -> None
         )
 
 
-def fit_stages(
-    net: nn.Module, job: FitJob, checkpoint: Checkpoint | None = None
-) -> tuple[CollapseReport, FittedProjection, FittedModel]:
+class Stages(NamedTuple):
+    """What the stages of a fit found."""
+
+    collapse: CollapseReport
+    projection: FittedProjection
+    model: FittedModel
+    parts: FittedParts
+
+
+def fit_stages(net: nn.Module, job: FitJob, checkpoint: Checkpoint | None = None) -> Stages:
     """Fit stage by stage, except for those in the checkpoint."""
     layer = job.settings.layer
     report = None if checkpoint is None else checkpoint.load_collapse()
@@ -159,7 +166,7 @@ def fit_stages(
             checkpoint.save_projection(projection)
     del kept
     job.say("", projection.report.summary(report.nc4_of(chosen)))
-    return report, projection, fit_model(net, chosen, projection, job)
+    return Stages(report, projection, *fit_model(net, chosen, projection, job))
 
 
 @own_state()
@@ -209,7 +216,7 @@ def fit(
         warn("; ".join(notes))
     if predicts and (warning := job.first_evaluation(net.to(compute.device)).warning):
         warn(warning)
-    _, _, model = fit_stages(net, job)
+    model = fit_stages(net, job).model
     warn_of_policy(model.policy, model.report["metrics"])
     return model
 
@@ -542,7 +549,7 @@ def _fit(
     job = FitJob.of(*images, settings, task=model_class.task_type.name)
     check_disjoint(*images)
     _check_network(net, job)
-    model = fit_model(net, chosen, projection, replace(job, **recorded))
+    model, _ = fit_model(net, chosen, projection, replace(job, **recorded))
     warn_of_policy(model.policy, model.report["metrics"])
     return model
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
 from psc_core.bundle import write_file
 from psc_core.collapse import CollapseReport
@@ -42,6 +42,7 @@ from psc_core.data.dataset import ImageDataset, draw, draw_balanced, split_valid
 from psc_core.data.loaders import temporary_folder
 from psc_core.data.open import check_same
 from psc_core.errors import DataError, UsageError
+from psc_core.network.cut import fused_network, trial_input
 from psc_core.projection import FittedProjection, Projection, ProjectionReport
 from psc_core.settings import FitSettings
 from psc_core.stored_images import check_count
@@ -216,7 +217,11 @@ class FitJob:
             only_readable(draw(images, FIRST_EVALUATION_IMAGES, self.data.seed), max_bad_images)
             for images in (self.data.train, self.data.val)
         )
-        return self.data.task_type.first_evaluation(net, train, val, self.compute)
+        run: Callable[[Tensor], Tensor] = net
+        if len(train) + len(val) >= FIRST_EVALUATION_IMAGES:  # Tracing takes as long as a few hundred images.
+            trial = trial_input(train.preprocess).to(self.compute.device)
+            run = fused_network(net, trial, self.compute.precision)
+        return self.data.task_type.first_evaluation(run, train, val, self.compute)
 
     def decode(self, max_bad_images: int) -> tuple[FitJob, tuple[str, ...]]:
         """Return the job with its images decoded once, without those that cannot be, and lines of text about these."""

@@ -60,14 +60,14 @@ from psc_core.density import DENSITIES, Density, Examples, fit_density
 from psc_core.errors import FitError, NetworkError
 from psc_core.features import FeatureMatrix, as_matrix, chunk_rows, side_by_side, usable
 from psc_core.fit_data import FitData, FitJob
-from psc_core.heads.base import Features, Head
+from psc_core.heads.base import Features, Head, Scored
 from psc_core.images.preprocess import Pixels, Preprocess
 from psc_core.maps import MAX_CHANNELS, LayerMap, PositionMoments, fit_nearest, fit_positions, grid_of, with_levels
 from psc_core.metrics import auroc
 from psc_core.network.cut import Backbone, FeatureStep, feature_step, trial_input, truncate
 from psc_core.network.layers import LayerInfo, list_layers
 from psc_core.network.output import check_network_output, output_width
-from psc_core.pipeline import Scorer, average_positions
+from psc_core.pipeline import Embedding, Scorer, average_positions
 from psc_core.projection import FittedProjection, Projection, ProjectionReport
 from psc_core.stored_images import StoredImages, choose_images, shrink
 
@@ -192,21 +192,25 @@ TEXTURE_DENSITY: Final = "gda"  # not of unit length: the length of features tel
 
 def choose_checks(
     scorer: Scorer, layers: Layers, textures: Mapping[str, Density], data: FitData, compute: Compute
-) -> tuple[tuple[str, ...], str | None, CheckChoice]:
+) -> tuple[tuple[str, ...], str | None, CheckChoice, dict[str, Scored]]:
     """Return the checks by the rule, the early layer that tells synthetic OOD images apart best, and the comparison.
 
-    The layer is None where none lies before the chosen one.
+    The layer is None where none lies before the chosen one.  The last are the synthetic images as the finished scorer
+    scores them, by transform.
     """
     reads_confidence, reason = data.task_type.confidence_check(ambiguous=data.is_ambiguous)
     names: tuple[str, ...] = (CONTENT, CONFIDENCE) if reads_confidence else (CONTENT,)
-    values = synthetic_values(scorer, layers, textures, names, data, compute)
+    values, scored = synthetic_values(scorer, layers, textures, names, data, compute)
     energies = values[REAL].get(CONFIDENCE)
     if energies is not None and not vary(energies):
         names = (CONTENT,)
     choice = compare(values, names, tuple(textures), reason=reason)
     if not textures:
-        return names, None, choice
-    return (TEXTURE, *names), {option_name(layer, names): layer for layer in textures}[choice.chosen], choice
+        return names, None, choice, scored
+    layer = {option_name(layer, names): layer for layer in textures}[choice.chosen]
+    for name, of_transform in scored.items():
+        scored[name] = Scored({**of_transform.scores, TEXTURE: values[name][layer]}, of_transform.probabilities)
+    return (TEXTURE, *names), layer, choice, scored
 
 
 def early_layers(net: nn.Module, layers: Sequence[str], trial: Tensor) -> list[str]:
@@ -237,21 +241,29 @@ def synthetic_values(
     names: Sequence[str],
     data: FitData,
     compute: Compute,
-) -> dict[str, dict[str, Tensor]]:
-    """Return values by transform, those of real images under :data:`.REAL`, then by check or early layer."""
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Scored]]:
+    """Return values by transform, those of real images under :data:`.REAL`, then by check or early layer; and scores.
 
-    def read(images: Pixels) -> dict[str, Tensor]:
+    The scores are those of the images of each transform.
+    """
+
+    def read(images: Pixels) -> dict[tuple[str, str], Tensor]:
         features, output = scorer.features(scorer.standardise(images))
-        scores = scorer.score(scorer.embedding(features, output)).scores
-        values = dict(zip(names, check_values(names, scores).unbind(1), strict=True))
+        scores, probabilities = scorer.score(scorer.embedding(features, output))
+        found = {("value", name): each for name, each in zip(names, check_values(names, scores).unbind(1), strict=True)}
         for (layer, density), early in zip(textures.items(), layers.of(features, layers.texture), strict=True):
-            values[layer] = -density(average_positions(early)).log_density
-        return values
+            found["value", layer] = -density(average_positions(early)).log_density
+        return found | {("score", name): each for name, each in scores.items()} | {("", "probabilities"): probabilities}
 
     mixed = not data.is_ambiguous
-    return by_transform(
-        synthetic_batches(data.selection, compute, "synthetic OOD images", mixed=mixed, seed=data.seed), read
-    )
+    batches = synthetic_batches(data.selection, compute, "synthetic OOD images", mixed=mixed, seed=data.seed)
+    values, scored = {}, {}
+    for transform, found in by_transform(batches, read).items():
+        of_kind = {of: {name: each for (kind, name), each in found.items() if kind == of} for of in ("value", "score")}
+        values[transform] = of_kind["value"]
+        if transform != REAL:
+            scored[transform] = Scored(of_kind["score"], found["", "probabilities"])
+    return values, scored
 
 
 def compare(values: Mapping[str, Values], names: Sequence[str], layers: Sequence[str], *, reason: str) -> CheckChoice:
@@ -377,6 +389,30 @@ class FittedParts:
     map: LayerMap | None  # None: no early layer has a grid
     stored_images: StoredImages | None  # None: the settings keep none
     record: Mapping[str, Any]  # the comparisons that chose checks and map, JSON types
+    training: Features  # of the training images
+    texture: str | None  # the early layer that the scorer reads
+    synthetic: Mapping[str, Scored] | None  # synthetic OOD images by transform; None: none were made
+
+    def of_training(self, positions: Int[Tensor, " images"]) -> Scored:
+        """Return what the scorer gives for training images, from their features."""
+        rows, read = _rows_of(self.training, positions), self.training
+        device = self.scorer.scale.device
+        parts = []
+        for at in torch.split(rows, BATCH):
+            head_input, density_input = read.head_input[at].to(device), read.density_input[at].to(device)
+            output = None if read.network_output is None else read.network_output[at].to(device)
+            early = None if self.texture is None else read.texture[self.texture][at].to(device)
+            z = head_input[:, : read.widths[0]]
+            parts.append(self.scorer.score(Embedding(z, head_input, density_input, output, early)))
+        scores = {name: torch.cat([part.scores[name] for part in parts]) for name in parts[0].scores}
+        return Scored(scores, torch.cat([part.probabilities for part in parts]))
+
+
+def _rows_of(read: Features, positions: Int[Tensor, " images"]) -> Int[Tensor, " images"]:
+    """Return a row of each of these images; several labels of an image have the same features."""
+    rows = torch.empty(int(read.images.max()) + 1, dtype=torch.int64)
+    rows[read.images] = torch.arange(len(read.images))
+    return rows[positions]
 
 
 def fit_parts(net: nn.Module, chosen: ChosenLayer, projection: FittedProjection, job: FitJob) -> FittedParts:
@@ -398,9 +434,9 @@ def fit_parts(net: nn.Module, chosen: ChosenLayer, projection: FittedProjection,
     running = backbone.fused(compute.precision)
     scorer = Scorer(data.train.preprocess, running, device_projection, density, head, head_layers=layers.head)
     checks: tuple[str, ...] = ()
-    layer, layer_map, record = None, None, {}
+    layer, layer_map, record, synthetic = None, None, {}, None
     if settings.ood_score == "checks":
-        checks, layer, choice = choose_checks(scorer, layers, textures, data, compute)
+        checks, layer, choice, synthetic = choose_checks(scorer, layers, textures, data, compute)
         record["checks"] = choice.to_json()
         job.say(f"checks: {', '.join(checks)}", choice.table())
     if chosen_map := _choose_map(scorer, layers, moments, data, compute):
@@ -413,7 +449,7 @@ def fit_parts(net: nn.Module, chosen: ChosenLayer, projection: FittedProjection,
     scorer = scorer.replace(backbone=backbone.fused(compute.precision), texture=texture)
     count = settings.stored_images
     stored_images = None if count is None else _stored_images(count, train, density, data)
-    return FittedParts(backbone, scorer, checks, layer_map, stored_images, record)
+    return FittedParts(backbone, scorer, checks, layer_map, stored_images, record, train, layer, synthetic)
 
 
 def _fit_to_features(train: Features, selection: Features, job: FitJob) -> tuple[Density, Head, dict[str, Density]]:
@@ -463,9 +499,7 @@ def _choose_map(
 def _stored_images(count: int, read: Features, density: Density, data: FitData) -> StoredImages:
     """Return stored training images with their coordinates, from the features that were read."""
     kept = choose_images(data.train, count, data.seed)
-    images, rows = read.images, torch.empty(len(data.train), dtype=torch.int64)
-    rows[images] = torch.arange(len(images))  # Several labels of an image have the same features.
-    features = read.density_input[rows[kept]].to(density.basis.device)
+    features = read.density_input[_rows_of(read, kept)].to(density.basis.device)
     few = data.train.subset(kept)
     tensors = {
         "embedding": density.coordinates(features).float(),

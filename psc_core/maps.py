@@ -269,10 +269,12 @@ PROJECTED: Final = 32  # number of random directions in which they are compared
 def fit_nearest(vectors: Float[Tensor, "vectors channels"]) -> NearestPositions:
     """Store vectors, each the one farthest from those before; the thresholds are 0 until :func:`with_levels`."""
     directions = torch.randn(vectors.shape[1], PROJECTED, generator=torch.Generator().manual_seed(0))
-    points, chosen = vectors @ directions.to(vectors.device), [0]
-    away = torch.full_like(points[:, 0], torch.inf)
+    points, chosen = (vectors - vectors.mean(0)) @ directions.to(vectors.device), [0]
+    lengths = points.square().sum(dim=1)
+    away = torch.full_like(lengths, torch.inf)
     for _ in range(min(MAX_STORED, len(vectors) // 10) - 1):
-        away = torch.minimum(away, (points - points[chosen[-1]]).square().sum(dim=1))
+        last = chosen[-1]  # ‖p − q‖² without ‖q‖², which is added to the numbers that are compared
+        away = torch.minimum(away, torch.addmv(lengths, points, points[last], alpha=-2).add_(lengths[last]))
         chosen.append(int(away.argmax()))
     tensors = {"stored": vectors[torch.tensor(chosen)], "thresholds": torch.zeros(LEVELS)}
     return NearestPositions(tensors, record={"vectors": len(vectors)})

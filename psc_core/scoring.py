@@ -107,14 +107,26 @@ def pyarrow_parquet() -> Any:
 
 
 def scored_batches(
-    model: FittedModel, data: ImageDataset, batch_images: int = BATCH_IMAGES, *, description: str = ""
+    model: FittedModel,
+    data: ImageDataset,
+    batch_images: int = BATCH_IMAGES,
+    *,
+    packed: Float[Tensor, "images columns"] | None = None,
+    description: str = "",
 ) -> Iterator[tuple[Batch, Images, Float[Tensor, "batch columns"]]]:
-    """Yield each batch of ``data``, its images on the model's device, and the pipeline's packed outputs on the CPU."""
+    """Yield each batch of ``data``, its images on the model's device, and the pipeline's packed outputs on the CPU.
+
+    Where the outputs of all images are known, ``packed``, nothing is computed.
+    """
     check_read_by(model, data)
     compute = Compute(model.device, batch_images=batch_images)
     for batch in track_images(data, compute, description or f"evaluating {data.name}"):
         images = batch.images.to(model.device)
-        yield batch, images, model.pipeline(images).cpu()
+        if packed is None:
+            yield batch, images, model.pipeline(images).cpu()
+        else:
+            yield batch, images, packed[: len(images)]
+            packed = packed[len(images) :]
 
 
 def check_read_by(model: FittedModel, data: ImageDataset) -> None:

@@ -183,10 +183,10 @@ def fit(args: argparse.Namespace) -> None:
         job.say(note)
     job = replace(job, provenance=provenance | steps.origins_of(job.data) if any(job.data.skipped) else provenance)
     checkpoint = steps.open_checkpoint(job, network.configuration, args)
-    report, projection, model = fit_stages(net, job, checkpoint)
+    found = fit_stages(net, job, checkpoint)
     if is_first:
         of_network = None if args.no_report else (net, job)
-        steps.write(args.out.resolve(), model, report, projection, of_network, verbose=args.verbose)
+        steps.write(args.out.resolve(), found, of_network, verbose=args.verbose)
         checkpoint.clear()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,6 +49,9 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
     """Parse the flags, run ``main``, and return its errors as an :class:`psc_core.errors.ExitCode`."""
     args = cli.parse_args(argv)
     keep_freed_memory()
+    # Read when torch is imported: by default OpenMP's threads wait for each other in a loop, and where another process
+    # is busy, small operations such as those of a head's fit then take ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     print_any_text()
     sys.path.append(str(Path.cwd()))  # Where package.module:factory specs are looked up last.
     try:

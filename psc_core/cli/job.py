@@ -30,21 +30,19 @@ from torch import nn
 from psc_core import __version__
 from psc_core.bundle import MAX_NAME, check_network, check_target, check_text
 from psc_core.cli import flags
-from psc_core.collapse import CollapseReport, to_csv
+from psc_core.collapse import to_csv
 from psc_core.compute import Compute, join_processes, passes, track
 from psc_core.data.cache import Scratch, check_disjoint, only_readable
 from psc_core.data.dataset import ImageDataset, draw_balanced
 from psc_core.data.open import in_network_order, open_dataset, unread_files
 from psc_core.errors import UsageError
-from psc_core.fit import fit_stages
+from psc_core.fit import Stages, fit_stages
 from psc_core.fit_data import Checkpoint, FitData, FitJob, say_nothing
-from psc_core.model import FittedModel
 from psc_core.network.described import NetworkSpec, describe, is_described
 from psc_core.network.export import check_exportable
 from psc_core.network.load import forget_spec, load_described, notes_of, spec_of
 from psc_core.network.output import check_images, check_output, trial_images
 from psc_core.network.weights import files_of
-from psc_core.projection import FittedProjection
 from psc_core.report import page
 from psc_core.report.content import Content, collect_fit, facts_about
 from psc_core.settings import FitSettings, key_values
@@ -222,24 +220,17 @@ def open_checkpoint(job: FitJob, configuration: Path | None, args: argparse.Name
     return checkpoint
 
 
-def write(
-    out: Path,
-    model: FittedModel,
-    report: CollapseReport,
-    projection: FittedProjection,
-    of_network: tuple[nn.Module, FitJob] | None,
-    *,
-    verbose: bool,
-) -> None:
+def write(out: Path, found: Stages, of_network: tuple[nn.Module, FitJob] | None, *, verbose: bool) -> None:
     """Write bundle, collapse table, model card and, of the network and its fit, the report; print what they say."""
+    model = found.model
     manifest = model.save(out)
     page.remove(out)
-    (out / "collapse.csv").write_text(to_csv(report))
+    (out / "collapse.csv").write_text(to_csv(found.collapse))
     print(f"wrote {out} (version {manifest.version})", flush=True)
     content = Content(manifest.version)
     if of_network:
         net, job = of_network
-        content = collect_fit(model, net, job.data, projection.report, job.compute, manifest.version)
+        content = collect_fit(found, net, job.data, job.compute, manifest.version)
         content.save(out)
     facts = facts_about(out, manifest, model.calibration, content)
     page.write_card(facts)
@@ -309,8 +300,7 @@ def timed_fit(net: nn.Module, job: FitJob, size: int, max_bad_images: int) -> tu
     job, notes = replace(job, data=few, settings=lenient, scratch=Scratch()).decode(max_bad_images)
     for note in notes:
         job.say(note)
-    _, projection, model = fit_stages(net, job)
-    collect_fit(model, net, job.data, projection.report, job.compute, "")
+    collect_fit(fit_stages(net, job), net, job.data, job.compute, "")
     return time.perf_counter() - began, job.scratch.array_bytes
 
 

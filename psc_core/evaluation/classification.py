@@ -399,11 +399,12 @@ class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClas
         baselines: Baselines | PlainClassifier | None = None,
         *,
         batch_images: int = BATCH_IMAGES,
+        packed: Tensor | None = None,
     ) -> ScoredImages:
         parts = []
         labelled = data.classes == model.classes
-        for batch, images, packed in scored_batches(model, data, batch_images):
-            outputs, decisions = model.outputs(packed), model.decide(model.outputs(packed.numpy()))
+        for batch, images, of_batch in scored_batches(model, data, batch_images, packed=packed):
+            outputs, decisions = model.outputs(of_batch), model.decide(model.outputs(of_batch.numpy()))
             scores = {PRIMARY: outputs["ood_score"], ENTROPY: outputs["predictive_entropy"]}
             if model.predictions == "psc":
                 scores[EPISTEMIC] = outputs["epistemic"]

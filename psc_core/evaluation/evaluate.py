@@ -180,8 +180,9 @@ class Evaluator(ABC, Generic[AnyModel, AnyScored, AnyBaselines]):
         baselines: AnyBaselines | None = None,
         *,
         batch_images: int = BATCH_IMAGES,
+        packed: Tensor | None = None,
     ) -> AnyScored:
-        """Send ``data`` once through the served path, and through the baselines."""
+        """Send ``data`` once through the served path, unless its ``packed`` outputs are known, and the baselines."""
 
     @abstractmethod
     def quality_of(self, scored: AnyScored, data: ImageDataset) -> dict[str, dict[str, float]]:

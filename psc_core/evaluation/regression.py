@@ -120,10 +120,11 @@ class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, OriginalNetwork
         baselines: OriginalNetwork | None = None,
         *,
         batch_images: int = BATCH_IMAGES,
+        packed: Tensor | None = None,
     ) -> ScoredNumbers:
         outputs, plain = [], []
-        for _, images, packed in scored_batches(model, data, batch_images):
-            outputs.append(packed)
+        for _, images, of_batch in scored_batches(model, data, batch_images, packed=packed):
+            outputs.append(of_batch)
             if baselines is not None:
                 plain.append(baselines.outputs(images)[:, 0].cpu())
         return replace(numbers_of(model, torch.cat(outputs)), plain=torch.cat(plain) if plain else None)

@@ -33,6 +33,9 @@ class Scored(NamedTuple):
         """Return the results for some images: their positions, or a mask."""
         return Scored({name: values[kept] for name, values in self.scores.items()}, self.probabilities[kept])
 
+    def to(self, device: torch.device) -> Scored:
+        return Scored({name: values.to(device) for name, values in self.scores.items()}, self.probabilities.to(device))
+
 
 class Head(Fitted):
     """A fitted module that turns features, or the network's own output, into scores."""

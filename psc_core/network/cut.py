@@ -30,7 +30,7 @@ from psc_core.errors import BundleError, NetworkError, UsageError, hint
 from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.described import Logits, NetworkSpec
 from psc_core.network.fuse import deep_copy, fuse, images_format, mutates, shared_copy
-from psc_core.network.layers import INPUT_SUFFIX, Layout, canonical, layout_of, value_of
+from psc_core.network.layers import INPUT_SUFFIX, Layout, canonical, layout_of, list_layers, value_of
 from psc_core.network.load import BUILT_BY_HAND, bounded_size, build, spec_of
 from psc_core.network.onnx import OnnxBody, OnnxNetwork
 from psc_core.network.output import check_same
@@ -393,6 +393,19 @@ def feature_step(backbone: Backbone, precision: Precision) -> FeatureStep:
     """Return a function from images to features, of the network fused as in serving."""
     running = backbone.fused(precision)
     return lambda images: running(images)[0]
+
+
+def fused_network(net: nn.Module, trial: Inputs, precision: Precision) -> Callable[[Tensor], Tensor]:
+    """Return the whole network fused as in serving, with the same output up to rounding; itself if it has no graph."""
+    try:
+        layer = list_layers(net, trial)[0].name
+        backbone = truncate(net, [layer], keep_output=True, trial=trial)
+    except NetworkError:
+        return net
+    if not backbone.is_traced:
+        return net
+    running = backbone.fused(precision)
+    return lambda images: running(images)[1]
 
 
 def readable_copy(net: object) -> nn.Module:

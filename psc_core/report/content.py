@@ -26,13 +26,14 @@ from psc_core.bundle import HISTORY, Bundle, Manifest, write_file
 from psc_core.checks import KINDS_KEY, REAL, synthetic_batches
 from psc_core.collapse import ChosenLayer, CollapseReport
 from psc_core.compute import Compute
-from psc_core.data.dataset import ImageDataset, draw_balanced
+from psc_core.data.dataset import ImageDataset, balanced_positions, draw_balanced
 from psc_core.errors import BundleError
 from psc_core.evaluation.evaluate import Evaluation
+from psc_core.fit import Stages
 from psc_core.fit_data import FitData
+from psc_core.heads.base import Scored
 from psc_core.metrics import in_practice
 from psc_core.model import FittedModel
-from psc_core.projection import ProjectionReport
 from psc_core.tasks.base import BaseCalibration, Task
 
 if TYPE_CHECKING:
@@ -480,20 +481,22 @@ def _warnings(manifest: Manifest, chosen: ChosenLayer | None, content: Content) 
 REPORTED_IMAGES: Final = 2000  # maximum number of images of a set in the report of a fit
 
 
-def collect_fit(
-    model: FittedModel, net: nn.Module, data: FitData, projection: ProjectionReport, compute: Compute, version: str
-) -> Content:
+def collect_fit(found: Stages, net: nn.Module, data: FitData, compute: Compute, version: str) -> Content:
     """Collect training images, calibration images with the network's own output, and synthetic OOD images."""
-    evaluation, sets, seed = model.task.evaluator(), model.task.report(), data.seed
-    trained, validation = (draw_balanced(images, REPORTED_IMAGES, seed) for images in (data.train, data.calibration))
+    model, parts, seed = found.model, found.parts, data.seed
+    evaluation, sets = model.task.evaluator(), model.task.report()
+    validation = draw_balanced(data.calibration, REPORTED_IMAGES, seed)
+    drawn = balanced_positions(data.train, REPORTED_IMAGES, seed)
+    trained, known_scores = data.train.subset(drawn), model.pipeline.outputs(parts.of_training(drawn)).cpu()
     plain = evaluation.original_network(net, validation, compute)
     of_validation = evaluation.score_images(model, validation, plain, batch_images=compute.batch_images)
-    of_training = evaluation.score_images(model, trained, batch_images=compute.batch_images)
+    of_training = evaluation.score_images(model, trained, batch_images=compute.batch_images, packed=known_scores)
     known = (
         sets.scored_set("training", Role.TRAINING, trained, of_training),
         sets.scored_set("validation", Role.VALIDATION, validation, of_validation),
     )
-    synthetic = synthetic_sets(model, data.selection, compute, mixed=not data.is_ambiguous, seed=seed)
+    synthetic = synthetic_sets(model, parts.synthetic, data, compute)
+    projection = found.projection.report
     sizes = {"nc1": projection.nc1.cpu(), "nc4": projection.nc4.cpu()}
     return Content(version, (*known, *synthetic), sets.pictures_of(validation, of_validation), sizes)
 
@@ -509,13 +512,17 @@ def collect_test(
 
 
 def synthetic_sets(
-    model: FittedModel, selection: ImageDataset, compute: Compute, *, mixed: bool, seed: int
+    model: FittedModel, known: Mapping[str, Scored] | None, data: FitData, compute: Compute
 ) -> list[ScoredSet]:
-    """Score images made from the selection split, by transform; see ``synthetic_batches`` for ``mixed``, ``seed``."""
-    sets = model.task.report()
+    """Return images made from the selection split, by transform; those whose scores are not known are scored here."""
+    sets, mixed = model.task.report(), not data.is_ambiguous
     packed: dict[str, list[Tensor]] = {}
     with torch.inference_mode():
-        for made in synthetic_batches(selection, compute, "report: synthetic OOD images", mixed=mixed, seed=seed):
-            for transform in made.keys() - {REAL}:
-                packed.setdefault(transform, []).append(model.pipeline(made[transform]).cpu())
+        for transform, scored in (known or {}).items():
+            packed[transform] = [model.pipeline.outputs(scored.to(model.device)).cpu()]
+        if known is None:
+            label = "report: synthetic OOD images"
+            for made in synthetic_batches(data.selection, compute, label, mixed=mixed, seed=data.seed):
+                for transform in made.keys() - {REAL}:
+                    packed.setdefault(transform, []).append(model.pipeline(made[transform]).cpu())
     return [sets.synthetic_set(transform, model, torch.cat(parts)) for transform, parts in sorted(packed.items())]

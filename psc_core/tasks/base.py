@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Float, Int
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor, nn
+from torch import Tensor
 
 from psc_core.answers import ASKED_FOR, BaseAnswer, BasePolicy, PredictQuery, Response, Target
 from psc_core.collapse import LayerQuality, NearestMean
@@ -487,7 +487,7 @@ class Task(BaseModel, ABC):
     @classmethod
     @abstractmethod
     def first_evaluation(
-        cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute
+        cls, net: Callable[[Tensor], Tensor], train: ImageDataset, val: ImageDataset, compute: Compute
     ) -> FirstEvaluation:
         """Say how good the original network, on the device, is on at most :data:`FIRST_EVALUATION_IMAGES` of each set.
 

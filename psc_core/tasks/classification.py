@@ -9,7 +9,7 @@ only raise coverage.  p-values are those of :mod:`psc_core.conformal`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count as count_from
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from psc_core import metrics
 from psc_core.answers import (
@@ -494,7 +494,7 @@ class Classification(Task):
 
     @classmethod
     def first_evaluation(
-        cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute
+        cls, net: Callable[[Tensor], Tensor], train: ImageDataset, val: ImageDataset, compute: Compute
     ) -> FirstEvaluation:
         of_train, (of_val, predicted) = network_accuracy(net, train, compute)[0], network_accuracy(net, val, compute)
         text = (
@@ -601,7 +601,9 @@ def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
     }
 
 
-def network_accuracy(net: nn.Module, data: ImageDataset, compute: Compute) -> tuple[float, Int[Tensor, " n"]]:
+def network_accuracy(
+    net: Callable[[Tensor], Tensor], data: ImageDataset, compute: Compute
+) -> tuple[float, Int[Tensor, " n"]]:
     """Return the original network's accuracy, and what it predicts.
 
     Of an image with several labels the fraction that is predicted counts.

@@ -15,7 +15,7 @@ neighbouring quantiles of the training images, so that each bin has about as man
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from psc_core import metrics
 from psc_core.answers import (
@@ -360,7 +360,7 @@ class Regression(Task):
 
     @classmethod
     def first_evaluation(
-        cls, net: nn.Module, train: ImageDataset, val: ImageDataset, compute: Compute
+        cls, net: Callable[[Tensor], Tensor], train: ImageDataset, val: ImageDataset, compute: Compute
     ) -> FirstEvaluation:
         (of_train, _), (of_val, predicted) = (network_rmse(net, data, compute) for data in (train, val))
         spread = float(known_values(train.values).std(correction=0))
@@ -475,7 +475,9 @@ def width_without_image(values: Float[Tensor, " n"], coverage: float) -> float:
     return max(upper - lower, float(torch.finfo(torch.float32).tiny))
 
 
-def network_rmse(net: nn.Module, data: ImageDataset, compute: Compute) -> tuple[float, Float[Tensor, " n"]]:
+def network_rmse(
+    net: Callable[[Tensor], Tensor], data: ImageDataset, compute: Compute
+) -> tuple[float, Float[Tensor, " n"]]:
     """Return the RMSE of the original network on images with numbers, and what it predicts."""
     predicted = run_network(net, data, compute)[:, 0]
     return metrics.rmse(predicted, known_values(data.values)), predicted
