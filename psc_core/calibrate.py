@@ -60,7 +60,7 @@ from psc_core.checks import (
     regret,
     synthetic_batches,
 )
-from psc_core.compute import Compute, track_images
+from psc_core.compute import Compute, begin, count_images, track_images
 from psc_core.conformal import check_rates, effective_count, equal_scores, thin
 from psc_core.data.dataset import ImageDataset
 from psc_core.density import EXAMPLES, Density, can_extend, class_values, extend_density, widen_density
@@ -100,6 +100,7 @@ def calibrate_scorer(
     stored_images: StoredImages | None = None,
 ) -> tuple[Pipeline, Calibrated]:
     """Return a pipeline whose checks are fitted to the selection split, calibrated on the calibration split."""
+    begin("calibration")
     data, compute, fitted_checks = job.data, job.compute, None
     scored = score_dataset(scorer, data.calibration, compute, "calibration")
     if checks:
@@ -203,6 +204,7 @@ def score_dataset(scorer: Scorer, dataset: ImageDataset, compute: Compute, descr
     parts = []
     for batch in track_images(dataset, compute, description):
         scored = scorer(batch.images.to(compute.device))
+        count_images(len(batch.images))
         parts.append(Scored({name: values.cpu() for name, values in scored.scores.items()}, scored.probabilities.cpu()))
     scores = {name: torch.cat([part.scores[name] for part in parts]) for name in parts[0].scores}
     return Scored(scores, torch.cat([part.probabilities for part in parts]))

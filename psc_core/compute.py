@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import torch
@@ -175,6 +175,54 @@ def join_processes() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+@dataclass
+class Progress:
+    """How far a fit is: its steps, and the images that the network has seen."""
+
+    names: tuple[str, ...]
+    at: str = ""
+    images: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def text(self, training_images: int) -> str:
+        """Say how long all took."""
+        minutes, seconds = divmod(round(time.monotonic() - self.began), 60)
+        took = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+        return f"took {took}; the network ran {self.images / training_images:.1f} times over the training images"
+
+
+FIT_STEPS: Final = ("original network", "layers", "projection", "features", "checks", "calibration", "report")
+_PROGRESS: ContextVar[Progress | None] = ContextVar("progress", default=None)
+
+
+@contextmanager
+def steps(names: Sequence[str]) -> Iterator[Progress]:
+    """Number what :func:`track` reports within the block by these steps, which :func:`begin` begins."""
+    token = _PROGRESS.set(Progress(tuple(names)))
+    try:
+        yield _PROGRESS.get() or Progress(())
+    finally:
+        _PROGRESS.reset(token)
+
+
+def begin(name: str) -> None:
+    if (progress := _PROGRESS.get()) is not None and name in progress.names:
+        progress.at = name
+
+
+def count_images(images: int) -> None:
+    """Count images that the network sees."""
+    if (progress := _PROGRESS.get()) is not None:
+        progress.images += images
+
+
+def _numbered(description: str) -> str:
+    progress = _PROGRESS.get()
+    if progress is None or not progress.at:
+        return description
+    return f"step {1 + progress.names.index(progress.at)} of {len(progress.names)}: {description}"
+
+
 Item = TypeVar("Item")
 Value = TypeVar("Value")
 MAX_CPU_BATCH = 64  # maximum batch size on a CPU, because the activations of more images leave the cache
@@ -260,6 +308,7 @@ def passes(
                 images = dataset.preprocess.standardise(batch.images.to(compute.device, non_blocking=True))
                 with autocast(compute.device, compute.precision):
                     value = step(images)
+                count_images(len(images))
                 if kept is not None:
                     kept.add(at, value)
         yield value, batch
@@ -275,11 +324,12 @@ def track_images(
 def track(items: Iterable[Item], *, total: int, description: str) -> Iterator[Item]:
     """Yield ``items`` and report how many of ``total`` are done, the rate, and the time left.
 
-    There may be fewer: a search that ends early.  Instead of a bar, a file or pipe gets one line at the end and at most
-    one every :data:`LOG_SECONDS`.
+    There may be fewer: a search that ends early.  A bar makes room for the next; instead of one, a file or pipe gets
+    one line at the end and at most one every :data:`LOG_SECONDS`.
     """
+    description = _numbered(description)
     if sys.stderr.isatty():
-        yield from tqdm(items, desc=description, total=total, dynamic_ncols=True)
+        yield from tqdm(items, desc=description, total=total, dynamic_ncols=True, leave=False)
         return
 
     def log(total: int, seconds: float) -> None:

@@ -44,7 +44,7 @@ from psc_core.calibrate import (
 )
 from psc_core.checks import REVIEWED
 from psc_core.collapse import ChosenLayer, CollapseReport, measure_layers, to_text
-from psc_core.compute import own_state
+from psc_core.compute import FIT_STEPS, begin, own_state, steps
 from psc_core.data import MAX_BAD_IMAGES
 from psc_core.data.cache import Scratch, check_disjoint, warn_of_repeated
 from psc_core.data.dataset import ImageDataset
@@ -73,6 +73,7 @@ from psc_core.tasks import task_named
 @own_state()
 def collapse(net: nn.Module, job: FitJob, kept: KeptFeatures | None = None) -> CollapseReport:
     """Measure NC1 on the training images and NC4 (for a regression R²) on the selection split, after every layer."""
+    begin("layers")
     data, compute = job.data, job.compute
     compute.require(data.train)
     return measure_layers(net, data.train, data.selection, job.settings, compute, data.task_type.layer_quality, kept)
@@ -85,6 +86,7 @@ def project(net: nn.Module, chosen: ChosenLayer, job: FitJob, kept: KeptFeatures
     The sizes are the smallest that keep NC1 and NC4; for a density that reads z, with as many spatial components as
     that needs (:mod:`psc_core.fit_parts`).
     """
+    begin("projection")
     data, settings, compute = job.data, job.settings, job.compute
     reads_z = DENSITIES[settings.density].reads == "z"
     compute.require(data.train)
@@ -216,7 +218,8 @@ def fit(
         warn("; ".join(notes))
     if predicts and (warning := job.first_evaluation(net.to(compute.device)).warning):
         warn(warning)
-    model = fit_stages(net, job).model
+    with steps(FIT_STEPS[1:-1]):
+        model = fit_stages(net, job).model
     warn_of_policy(model.policy, model.report["metrics"])
     return model
 

@@ -54,7 +54,7 @@ from psc_core.checks import (
     vary,
 )
 from psc_core.collapse import ChosenLayer
-from psc_core.compute import Compute, autocast, passes, track_images
+from psc_core.compute import Compute, autocast, begin, count_images, passes, track_images
 from psc_core.data.dataset import ImageDataset, draw, stable_order
 from psc_core.density import DENSITIES, Density, Examples, fit_density
 from psc_core.errors import FitError, NetworkError
@@ -248,6 +248,7 @@ def synthetic_values(
     """
 
     def read(images: Pixels) -> dict[tuple[str, str], Tensor]:
+        count_images(len(images))
         features, output = scorer.features(scorer.standardise(images))
         scores, probabilities = scorer.score(scorer.embedding(features, output))
         found = {("value", name): each for name, each in zip(names, check_values(names, scores).unbind(1), strict=True)}
@@ -417,6 +418,7 @@ def _rows_of(read: Features, positions: Int[Tensor, " images"]) -> Int[Tensor, "
 
 def fit_parts(net: nn.Module, chosen: ChosenLayer, projection: FittedProjection, job: FitJob) -> FittedParts:
     """Take the steps above and return the parts."""
+    begin("features")
     data, settings, compute = job.data, job.settings, job.compute
     is_base = settings.predictions == "original"
     is_asked = is_base or (settings.predictions == "auto" and data.task_type.compares_network_output)
@@ -426,13 +428,14 @@ def fit_parts(net: nn.Module, chosen: ChosenLayer, projection: FittedProjection,
     trial = trial_input(data.train.preprocess).to(compute.device)
     if is_base:
         check_network_output(backbone, trial, outputs, name=data.train.name)
-    of_selection = layers._replace(texture=(), output=is_asked and output_width(backbone, trial) == outputs)
+    layers = layers._replace(output=is_asked and output_width(backbone, trial) == outputs)
     device_projection = projection.projection.to(compute.device)
     train, moments = read(backbone, layers, device_projection, data.train, job)
-    selection, _ = read(backbone, of_selection, device_projection, data.selection, job)
+    selection, _ = read(backbone, layers._replace(texture=()), device_projection, data.selection, job)
     density, head, textures = _fit_to_features(train, selection, job)
     running = backbone.fused(compute.precision)
     scorer = Scorer(data.train.preprocess, running, device_projection, density, head, head_layers=layers.head)
+    begin("checks")
     checks: tuple[str, ...] = ()
     layer, layer_map, record, synthetic = None, None, {}, None
     if settings.ood_score == "checks":
@@ -490,6 +493,7 @@ def _choose_map(
     scorer: Scorer, layers: Layers, moments: Mapping[str, PositionMoments], data: FitData, compute: Compute
 ) -> tuple[LayerMap, dict[str, Any]] | None:
     def features_of(images: Pixels) -> dict[str, Tensor]:
+        count_images(len(images))
         features, _ = scorer.features(scorer.standardise(images))
         return dict(zip(layers.names, features, strict=True))
 
@@ -590,6 +594,7 @@ def _synthetic_features(
     mixed, selection = not data.is_ambiguous, data.selection
 
     def project(images: Pixels) -> dict[str, Tensor]:
+        count_images(len(images))
         with autocast(compute.device, compute.precision):
             features = step(selection.preprocess.standardise(images))
         return {"z": largest(features)}

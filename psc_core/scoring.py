@@ -29,7 +29,7 @@ from jaxtyping import Float
 from pydantic import BaseModel
 from torch import Tensor
 
-from psc_core.compute import Compute, track_images
+from psc_core.compute import Compute, count_images, track_images
 from psc_core.data.dataset import Batch, ImageDataset
 from psc_core.errors import DataError, ImageError, UsageError, needs
 from psc_core.images import SUFFIXES
@@ -123,6 +123,7 @@ def scored_batches(
     for batch in track_images(data, compute, description or f"evaluating {data.name}"):
         images = batch.images.to(model.device)
         if packed is None:
+            count_images(len(images))
             yield batch, images, model.pipeline(images).cpu()
         else:
             yield batch, images, packed[: len(images)]

@@ -166,28 +166,32 @@ def _add_setting(
 
 def fit(args: argparse.Namespace) -> None:
     """Open and check what the flags name, run all stages, and write bundle and report."""
-    from psc_core.cli import job as steps
+    from psc_core.cli import job as stages
+    from psc_core.compute import FIT_STEPS, begin, steps
     from psc_core.fit import fit_stages
 
-    net, network, job = steps.open_job(args)
+    net, network, job = stages.open_job(args)
     is_first = job.compute.rank == 0  # of several processes
-    job.say(steps.opening_text(net, job.data))
-    if is_first:
-        job.say(steps.first_evaluation_text(net, job, args.max_bad_images))
-    if args.dry_run:
-        job.say(str(steps.estimate(net, job, args.max_bad_images)))
-        return
-    provenance = steps.checked_provenance(network, job)
-    job, notes = job.decode(args.max_bad_images)
-    for note in notes:
-        job.say(note)
-    job = replace(job, provenance=provenance | steps.origins_of(job.data) if any(job.data.skipped) else provenance)
-    checkpoint = steps.open_checkpoint(job, network.configuration, args)
-    found = fit_stages(net, job, checkpoint)
-    if is_first:
-        of_network = None if args.no_report else (net, job)
-        steps.write(args.out.resolve(), found, of_network, verbose=args.verbose)
-        checkpoint.clear()
+    job.say(stages.opening_text(net, job.data))
+    names = () if args.dry_run else FIT_STEPS[: -1 if args.no_report else None]
+    with steps(names) as progress:
+        begin("original network")
+        if is_first:
+            job.say(stages.first_evaluation_text(net, job, args.max_bad_images))
+        if args.dry_run:
+            job.say(str(stages.estimate(net, job, args.max_bad_images)))
+            return
+        provenance = stages.checked_provenance(network, job)
+        job, notes = job.decode(args.max_bad_images)
+        for note in notes:
+            job.say(note)
+        job = replace(job, provenance=provenance | stages.origins_of(job.data) if any(job.data.skipped) else provenance)
+        checkpoint = stages.open_checkpoint(job, network.configuration, args)
+        found = fit_stages(net, job, checkpoint)
+        if is_first:
+            of_network = None if args.no_report else (net, job)
+            stages.write(args.out.resolve(), found, of_network, progress, verbose=args.verbose)
+            checkpoint.clear()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

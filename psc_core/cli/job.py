@@ -17,6 +17,7 @@ import io
 import math
 import os
 import resource
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from psc_core import __version__
 from psc_core.bundle import MAX_NAME, check_network, check_target, check_text
 from psc_core.cli import flags
 from psc_core.collapse import to_csv
-from psc_core.compute import Compute, join_processes, passes, track
+from psc_core.compute import Compute, Progress, join_processes, passes, track
 from psc_core.data.cache import Scratch, check_disjoint, only_readable
 from psc_core.data.dataset import ImageDataset, draw_balanced
 from psc_core.data.open import in_network_order, open_dataset, unread_files
@@ -220,7 +221,9 @@ def open_checkpoint(job: FitJob, configuration: Path | None, args: argparse.Name
     return checkpoint
 
 
-def write(out: Path, found: Stages, of_network: tuple[nn.Module, FitJob] | None, *, verbose: bool) -> None:
+def write(
+    out: Path, found: Stages, of_network: tuple[nn.Module, FitJob] | None, progress: Progress, *, verbose: bool
+) -> None:
     """Write bundle, collapse table, model card and, of the network and its fit, the report; print what they say."""
     model = found.model
     manifest = model.save(out)
@@ -237,6 +240,7 @@ def write(out: Path, found: Stages, of_network: tuple[nn.Module, FitJob] | None,
     print(facts.to_text(verbose=verbose))
     if of_network:
         print(f"report: {page.write(facts, out)}")
+    print(f"the fit {progress.text(int(found.parts.training.images.max()) + 1)}", file=sys.stderr)
     print(f"next: {page.serve_command(out, manifest)}")
 
 
@@ -267,15 +271,20 @@ class Estimate:
         )
 
 
-def estimate(net: nn.Module, job: FitJob, max_bad_images: int) -> Estimate:
-    """Fit twice on a few images, print what the larger fit found, and extrapolate."""
+def estimate(net: nn.Module, job: FitJob, max_bad_images: int) -> Estimate | str:
+    """Fit twice on a few images, print what the larger fit found, and extrapolate; or say that this takes too long."""
     train, val, compute = job.data.train, job.data.val, job.compute
     if job.cache is not None and not job.cache.has_room(train, val):
         print(*job.cache.notes(train, val), sep="\n", flush=True)
         job = replace(job, cache=None)
-    larger = fit_images(rate(net, train, compute, job.settings.seed, max_bad_images), train)
+    larger = compute.first(fit_images(rate(net, train, compute, job.settings.seed, max_bad_images), train))
     smallest = min(larger, 4 * len(train.classes))
     sizes = (max(larger // 3, smallest), larger)
+    if smallest + sum(sizes) >= len(train):
+        return (
+            f"the fit itself takes no longer than trying it on a part of {len(train)} images: just run it, without "
+            "--dry-run (nothing written)"
+        )
     with contextlib.redirect_stdout(io.StringIO()):
         timed_fit(net, job, smallest, max_bad_images)
         first, _ = timed_fit(net, job, sizes[0], max_bad_images)

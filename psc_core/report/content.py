@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from psc_core.bundle import HISTORY, Bundle, Manifest, write_file
 from psc_core.checks import KINDS_KEY, REAL, synthetic_batches
 from psc_core.collapse import ChosenLayer, CollapseReport
-from psc_core.compute import Compute
+from psc_core.compute import Compute, begin, count_images
 from psc_core.data.dataset import ImageDataset, balanced_positions, draw_balanced
 from psc_core.errors import BundleError
 from psc_core.evaluation.evaluate import Evaluation
@@ -483,6 +483,7 @@ REPORTED_IMAGES: Final = 2000  # maximum number of images of a set in the report
 
 def collect_fit(found: Stages, net: nn.Module, data: FitData, compute: Compute, version: str) -> Content:
     """Collect training images, calibration images with the network's own output, and synthetic OOD images."""
+    begin("report")
     model, parts, seed = found.model, found.parts, data.seed
     evaluation, sets = model.task.evaluator(), model.task.report()
     validation = draw_balanced(data.calibration, REPORTED_IMAGES, seed)
@@ -524,5 +525,6 @@ def synthetic_sets(
             label = "report: synthetic OOD images"
             for made in synthetic_batches(data.selection, compute, label, mixed=mixed, seed=data.seed):
                 for transform in made.keys() - {REAL}:
+                    count_images(len(made[transform]))
                     packed.setdefault(transform, []).append(model.pipeline(made[transform]).cpu())
     return [sets.synthetic_set(transform, model, torch.cat(parts)) for transform, parts in sorted(packed.items())]

@@ -13,11 +13,14 @@ from psc_core import fit as stages
 from psc_core.compute import (
     MAX_CPU_BATCH,
     Compute,
+    begin,
+    count_images,
     join_processes,
     own_state,
     passes,
     resolve_device,
     side_streams,
+    steps,
     together,
     track,
 )
@@ -115,6 +118,22 @@ def test_long_pass_logs_each_half_minute(capsys: pytest.CaptureFixture[str], mon
         "pass 6/7 (0.1/s, 60 s, 10 s left)",
         "pass 7/7 (0.1/s, 80 s)",
     ]
+
+
+def test_steps_number_what_is_tracked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 50.0)
+    monkeypatch.setattr("psc_core.compute.time.monotonic", lambda: next(clock))
+    with steps(["layers", "report"]) as progress:
+        list(track([0], total=1, description="before"))
+        begin("elsewhere")
+        begin("report")
+        list(track([0], total=1, description="pass"))
+        count_images(150)
+    list(track([0], total=1, description="after"))
+    said = [line.split(" (")[0] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["before 1/1", "step 2 of 2: pass 1/1", "after 1/1"]
+    assert "; the network ran 1.5 times over the training images" in progress.text(100)
+    assert progress.text(100).startswith("took ") and " min " in progress.text(100)
 
 
 def process(rank: int, world: int) -> Compute:

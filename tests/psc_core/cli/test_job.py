@@ -110,12 +110,12 @@ def digits(data_root: Path, preprocess: Preprocess, max_images: int | None = Non
 
 @pytest.fixture
 def without_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "rate", lambda *_: 100.0)
+    monkeypatch.setattr(estimate, "rate", lambda *_: 10.0)
     monkeypatch.setattr(estimate, "timed_fit", lambda _net, _job, size, _bad: (1.0, 100 * size))
 
 
 @pytest.mark.usefixtures("without_fits")
-@pytest.mark.parametrize("max_images", [None, 20])
+@pytest.mark.parametrize("max_images", [None, 700])
 def test_disk_is_what_the_images_in_use_take(data_root: Path, max_images: int | None) -> None:
     for preprocess, size in ((PRESETS["mnist"], 0), (RESIZED, 32 * 20)):
         data = digits(data_root, preprocess, max_images)
@@ -147,7 +147,13 @@ def test_classes_and_speed_decide_how_many_images_are_tried(data_root: Path) -> 
 @pytest.mark.parametrize("job", ["tiny_job", "angle_job"])
 def test_dry_run_writes_nothing(job: str, tmp_path: Path, capsys, request: pytest.FixtureRequest) -> None:  # type: ignore[no-untyped-def]
     words = [*request.getfixturevalue(job).args, "--dry-run", "--out", str(tmp_path / "b")]
-    code, out, err = run(capsys, cli.main, words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate, "rate", lambda *_: 1e9)  # A network so fast that all images would be tried.
+        code, out, err = run(capsys, cli.main, words)
+    assert code == 0 and "just run it, without --dry-run (nothing written)" in out and "chosen layer" not in out, err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate, "rate", lambda *_: 1.0)
+        code, out, err = run(capsys, cli.main, words)
     assert code == 0, err
     assert "chosen layer" in out and "nothing written" in out and list(tmp_path.iterdir()) == []
     code, _, err = run(capsys, cli.main, [*words, "--size", "32", "--cache", str(tmp_path / "nowhere")])

@@ -15,7 +15,7 @@ from psc_core.checks import CROP, PATCHES, TEXTURE, check_values, least_regret, 
 from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
-from psc_core.fit import project
+from psc_core.fit import fit_stages, project
 from psc_core.fit_data import Checkpoint, FitData, FitJob
 from psc_core.fit_parts import Layers, choose_map, cut, early_layers, fewest_positions, read, round_floats
 from psc_core.heads import sngp, softmax
@@ -287,3 +287,25 @@ def test_checkpoint_keeps_sizes(net: nn.Module, train: ImageDataset, val: ImageD
     checkpoint.save_projection(fitted)
     kept = checkpoint.load_projection()
     assert kept is not None and kept.report.positions == fitted.report.positions != ()
+
+
+@pytest.mark.parametrize("predictions", ["psc", "original"])
+def test_what_a_fit_read_gives_what_its_model_serves(
+    net: nn.Module, train: ImageDataset, val: ImageDataset, predictions: str
+) -> None:
+    """A report shows training and synthetic images without another run of the network."""
+    settings = SETTINGS.changed({"layer": "4", "predictions": predictions})
+    job = FitJob.of(train, val, settings)
+    found = fit_stages(net, job)
+    pipeline, at = found.model.pipeline, torch.tensor([7, 0, 130])
+    with torch.inference_mode():
+        images = next(train.subset(at).batches(3)).images
+        torch.testing.assert_close(
+            pipeline.outputs(found.parts.of_training(at)), pipeline(images), rtol=1e-4, atol=1e-5
+        )
+        assert found.parts.synthetic is not None
+        batches = synthetic.synthetic_batches(job.data.selection, job.compute, "", mixed=True, seed=settings.seed)
+        served = synthetic.by_transform(batches, lambda images: {"": pipeline(images)})
+        assert served.keys() - {"real"} == found.parts.synthetic.keys()
+        for transform, scored in found.parts.synthetic.items():
+            torch.testing.assert_close(pipeline.outputs(scored), served[transform][""], rtol=1e-4, atol=1e-5)
