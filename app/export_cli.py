@@ -27,6 +27,12 @@ _TARGETS: Final = {
     "openvino": ("a repository of OpenVINO's model server", "{name}/1/model.onnx"),
     "mlflow": ("a model of MLflow", "MLmodel"),
 }
+_NEXT: Final = {
+    "web": "python3 -m http.server --directory",
+    "triton": "tritonserver --model-repository",
+    "mlflow": "mlflow models serve --env-manager local --model-uri",
+}
+"""Commands that serve a folder, whose name follows."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -88,8 +94,8 @@ def _write(args: argparse.Namespace) -> None:
             write_repository(model, args.out, triton=args.target == "triton")
     size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
     print(f"wrote {args.out} ({size / 2**20:.1f} MiB) of {args.bundle} (version {model.version})")
-    if args.target == "web":
-        print(f"next: python3 -m http.server --directory {args.out}")
+    if (command := _NEXT.get(args.target)) is not None:
+        print(f"next: {command} {args.out}")
 
 
 def _check(folder: Path) -> None:

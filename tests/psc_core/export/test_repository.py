@@ -31,7 +31,8 @@ def model() -> FittedModel:
 
 def test_triton(model: FittedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--bundle", str(BUNDLE), "--out", str(tmp_path), "--for", "triton"]
-    assert run(capsys, cli.main, words)[0] == 0
+    code, out, _ = run(capsys, cli.main, words)
+    assert code == 0 and out.endswith(f"next: tritonserver --model-repository {tmp_path}\n")
     code, _, err = run(capsys, cli.main, words)
     assert code == 2 and f"holds {NAME}/config.pbtxt already" in err
     assert sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("*.*") if file.is_file()) == [
