@@ -19,7 +19,7 @@ from benchmarks.runs import Run
 from benchmarks.train import Job, train
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
-from psc_core.images.preprocess import PRESETS, Preprocess
+from psc_core.images.preprocess import Preprocess
 from psc_core.network.weights import load_weights, read_weights
 
 SPECTRAL_NORM = 3.0  # The paper's bound on spectral norms.
@@ -27,7 +27,7 @@ SPECTRAL_NORM = 3.0  # The paper's bound on spectral norms.
 
 @dataclass(frozen=True)
 class Scale:
-    networks: Mapping[str, str]  # In place of each of the paper's, and the ``"small"`` one and the ``"vit"`` of `ood`.
+    networks: Mapping[str, str]  # In place of each of the paper's, and those that only `ood` has.
     mnist_epochs: int
     cifar_epochs: int
     batch: int  # The number of labelled examples in a training step.
@@ -38,14 +38,14 @@ class Scale:
 
 
 _PAPER = ("resnet18", "resnet50", "vgg16", "wide_resnet28_10")
-_VIT = {"vit": "vit_narrow"}
-_NARROW = {**dict.fromkeys((*_PAPER, "small"), "resnet18_narrow"), "vgg16": "vgg16_narrow", **_VIT}
+_OWN = {"vit": "vit_narrow", "strided": "resnet18_strided"}
+_NARROW = {**dict.fromkeys((*_PAPER, "small"), "resnet18_narrow"), "vgg16": "vgg16_narrow", **_OWN}
 
 SCALES: Mapping[str, Scale] = {
-    "smoke": Scale(dict.fromkeys((*_PAPER, "small"), "wide_resnet10_1") | _VIT, 1, 2, 64, 400, 120, (0, 1)),
+    "smoke": Scale(dict.fromkeys((*_PAPER, "small"), "wide_resnet10_1") | _OWN, 1, 2, 64, 400, 120, (0, 1)),
     "cpu": Scale(_NARROW, 2, 8, 128, 10_000, None, (0, 1, 2)),
     "full": Scale(
-        {**{name: name for name in _PAPER}, "small": "resnet18", **_VIT}, 350, 350, 128, None, None, (0, 1, 2), "ddu"
+        {**{name: name for name in _PAPER}, "small": "resnet18", **_OWN}, 350, 350, 128, None, None, (0, 1, 2), "ddu"
     ),
 }
 
@@ -110,7 +110,7 @@ def obtain(run: Run, job: Job) -> Trained:
     if not weights.exists():
         print(f"training {job.describe()} on {job.data}", flush=True)
         train(job, run.spec(job.data), weights, run.device)
-    preprocess = PRESETS[job.preset]
+    preprocess = job.preprocess
     images, val, test = (
         open_dataset(run.spec(job.data), split=split, preprocess=preprocess) for split in ("train", "val", "test")
     )

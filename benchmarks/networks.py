@@ -48,9 +48,9 @@ def resnet50(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
 class NarrowResNet(nn.Module):
     """Build ResNet-18 for small images with ``width`` channels in its first stage, for few cores."""
 
-    def __init__(self, num_classes: int, in_channels: int, width: int) -> None:
+    def __init__(self, num_classes: int, in_channels: int, width: int, stride: int = 1) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, width, 3, 1, 1, bias=False)
+        self.conv1 = nn.Conv2d(in_channels, width, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu: nn.Module = nn.ReLU()
         self.layer1 = _stage(width, width, 1)
@@ -78,6 +78,11 @@ def _stage(channels: int, width: int, stride: int) -> nn.Sequential:
 def resnet18_narrow(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     """Build ResNet-18 of a quarter of its width (16 to 128 channels), which a CPU trains in minutes."""
     return NarrowResNet(num_classes, in_channels, 16)
+
+
+def resnet18_strided(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """Build :func:`resnet18_narrow` with a stem of stride 2, for wide images."""
+    return NarrowResNet(num_classes, in_channels, 16, 2)
 
 
 def _small_vgg(divisor: int, num_classes: int, in_channels: int) -> nn.Module:
@@ -212,7 +217,7 @@ def modify(net: nn.Module) -> nn.Module:
     return net
 
 
-_RESNETS = (resnet18, resnet18_narrow, resnet50, wide_resnet28_10, wide_resnet10_1)
+_RESNETS = (resnet18, resnet18_narrow, resnet18_strided, resnet50, wide_resnet28_10, wide_resnet10_1)
 _OTHERS = (vgg16, vgg16_narrow, vit_narrow)
 
 

@@ -23,10 +23,11 @@ from torch.nn import functional as F
 
 from benchmarks.networks import NETWORKS, bound_spectral_norm, fold_spectral_norm
 from benchmarks.runs import plain_parser
+from benchmarks.strips import preprocess_of
 from psc_core.compute import resolve_device, track
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
-from psc_core.images.preprocess import PRESETS
+from psc_core.images.preprocess import PRESETS, Preprocess
 
 SCHEDULES: Mapping[str, float] = {"one-cycle": 0.1, "ddu": 0.1, "adamw": 2e-3}  # The peak of each.
 
@@ -42,8 +43,8 @@ class Job:
     schedule: str = "one-cycle"  # One of SCHEDULES.
 
     @property
-    def preset(self) -> str:
-        return "cifar10" if "cifar10" in self.data else "mnist"
+    def preprocess(self) -> Preprocess:
+        return PRESETS["cifar10"] if "cifar10" in self.data else preprocess_of(self.data)
 
     @property
     def augment(self) -> bool:
@@ -119,7 +120,7 @@ def train(
     precision = precision or ("bf16" if device.type == "cuda" else "fp32")
     torch.manual_seed(job.seed)
     generator = torch.Generator().manual_seed(job.seed)
-    preprocess = PRESETS[job.preset]
+    preprocess = job.preprocess
     data, test = (open_dataset(spec, split=split, preprocess=preprocess) for split in ("train", "test"))
     images = load_images(data).to(device)
     counts = data.offsets[1:] - data.offsets[:-1]

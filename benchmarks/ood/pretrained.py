@@ -1,6 +1,6 @@
 """A pretrained network for new classes: an EfficientNet-Lite with ImageNet's weights, on some classes of a data set.
 
-The network reads the images at 96 pixels.  It is trained in one of the two usual ways:
+The network reads the images at 96 pixels, and each image of a strip at 64.  It is trained in one of two usual ways:
 
 * *frozen*: the network does not change, and a new output layer is fitted on its features h (logistic regression: mean
   cross entropy + 5e-4 · ‖W‖²);
@@ -26,6 +26,7 @@ from benchmarks.checkpoints import Trained, images_to_test, scale_of
 from benchmarks.data import keep_classes, random_images
 from benchmarks.fitting import linear_output
 from benchmarks.runs import Run
+from benchmarks.strips import preprocess_of
 from psc_core.compute import track
 from psc_core.data.dataset import ImageDataset, draw_balanced
 from psc_core.data.open import open_dataset
@@ -33,6 +34,7 @@ from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.weights import load_weights, read_weights
 
 PREPROCESS: Preprocess = replace(PRESETS["imagenet"], height=96, width=96, resize=None)
+STRIP_HEIGHT = 64
 
 FIT_IMAGES, VAL_IMAGES, TEST_IMAGES = 3000, 2000, 1000  # The most, test images of each data set; minutes on one core.
 
@@ -73,26 +75,38 @@ BACKBONES: Mapping[str, Backbone] = {each.name: each for each in (Backbone(0, 9)
 
 @dataclass(frozen=True)
 class PretrainedJob:
-    """The network for some of the ten classes of a data set."""
+    """The network for some of the classes of a data set."""
 
     count: int  # The number of classes.
     per_class: int  # The number of training images per class.
     epochs: int  # 0 fits the output layer alone.
     seed: int = 0  # The seed of classes, images and training.
-    data: str = "cifar10"
-    known: tuple[int, ...] | None = None  # The classes; None to draw them.
+    data: str = "cifar10"  # A built-in data set of ten classes, or a factory of :mod:`benchmarks.strips`.
+    known: tuple[int, ...] | None = None  # The classes; None to draw them of ten.
     backbone: Backbone = BACKBONES["lite0"]
 
     @property
     def name(self) -> str:
         how, epochs = ("tuned", f"-e{self.epochs}") if self.epochs else ("frozen", "")
-        of = "" if self.data == "cifar10" else f"-{self.data}"
+        of = "" if self.data == "cifar10" else f"-{self.source}"
         return f"{self.backbone.name}-{how}{of}-{self.count}x{self.per_class}{epochs}-s{self.seed}"
+
+    @property
+    def source(self) -> str:
+        """The name of the data set without a module."""
+        return self.data.rpartition(":")[2]
+
+    @property
+    def preprocess(self) -> Preprocess:
+        strip = preprocess_of(self.data)
+        if strip.width == strip.height:
+            return PREPROCESS
+        return replace(PREPROCESS, height=STRIP_HEIGHT, width=STRIP_HEIGHT * strip.width // strip.height)
 
     def describe(self) -> str:
         how = f"tuned from block {self.backbone.tuned_from + 1}, {self.epochs} epochs" if self.epochs else "frozen"
         name = f"EfficientNet-{self.backbone.name.title()}"
-        return f"{name}, {how}, {self.data}, {self.count} classes × {self.per_class:,}, seed {self.seed}"
+        return f"{name}, {how}, {self.source}, {self.count} classes × {self.per_class:,}, seed {self.seed}"
 
     def at(self, run: Run) -> PretrainedJob:
         """Return the job with a run's seed and, if the network is tuned, the run's epochs."""
@@ -106,14 +120,15 @@ class PretrainedJob:
         return tuple(drawn.sort().values.tolist())
 
     def open(self, run: Run, split: str) -> ImageDataset:
-        return keep_classes(self._whole(run, split), self.classes, f"{self.data}-{self.count}-classes")
+        return keep_classes(self._whole(run, split), self.classes, f"{self.source}-{self.count}-classes")
 
     def others(self, run: Run) -> ImageDataset:
-        others = [c for c in range(10) if c not in self.classes]
-        return keep_classes(self._whole(run, "test"), others, f"{self.data}-{len(others)}-others")
+        whole = self._whole(run, "test")
+        others = [c for c in range(len(whole.classes)) if c not in self.classes]
+        return keep_classes(whole, others, f"{self.source}-{len(others)}-others")
 
     def _whole(self, run: Run, split: str) -> ImageDataset:
-        return open_dataset(run.spec(self.data), split=split, preprocess=PREPROCESS)
+        return open_dataset(run.spec(self.data), split=split, preprocess=self.preprocess)
 
 
 def limited(run: Run) -> Run:

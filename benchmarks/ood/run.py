@@ -29,7 +29,7 @@ SHIFTED_IMAGES = 2000  # The number of test images that are shifted.
 
 
 def main(argv: list[str] | None = None) -> Json:
-    """Run settings; write a report of all so far, and one of the pretrained networks; return the records by name."""
+    """Run settings; write each record with all parts so far, and print its report; return the records by name."""
     cli = runs.parser(__doc__)
     cli.add_argument("--setting", choices=sorted(SETTINGS), action="extend", nargs="+", help="default: the scale's")
     cli.add_argument("--seeds", type=int, nargs="+", help="default: the scale's")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from benchmarks.data import KNOWN_CLASSES
 from benchmarks.ood import pretrained
 from benchmarks.ood.pretrained import BACKBONES, PretrainedJob
 from benchmarks.runs import Run
+from benchmarks.strips import known_classes
 from benchmarks.train import Job
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
@@ -31,18 +31,18 @@ from psc_core.data.open import open_dataset
 class Setting:
     """One comparison, on a small network trained from scratch."""
 
-    record: ClassVar[str] = "ood"  # The name of the record that the results belong to.
-
     name: str
     data: str  # The in-distribution data.
     outside: Mapping[str, str]  # The out-of-distribution data by name.
     network: str = "small"  # One of the scale's networks.
     longer: int = 1  # How many times the scale's epochs it is trained.
     schedule: str = ""  # The schedule of its training; the scale's by default.
+    fit_images: int | None = None  # The number of images to fit on, in place of the scale's.
+    record: str = "ood"  # The name of the record that the results belong to.
 
     def limited(self, run: Run) -> Run:
-        """Return the run with as many images as the setting has time for."""
-        return run
+        """Return the run with as many images as the setting needs or has time for."""
+        return replace(run, fit_images=run.fit_images or self.fit_images)
 
     def job(self, run: Run) -> NetworkJob:
         return self._training(run)
@@ -65,9 +65,8 @@ class Setting:
 class PretrainedSetting(Setting):
     """One comparison on a pretrained network, whose other classes are out-of-distribution data too."""
 
-    record: ClassVar[str] = "ood-pretrained"
-
     recipe: PretrainedJob  # The job of seed 0.
+    record: str = "ood-pretrained"
 
     def limited(self, run: Run) -> Run:
         return pretrained.limited(run)
@@ -98,6 +97,21 @@ def _pretrained(name: str, recipe: PretrainedJob) -> Setting:
     return PretrainedSetting(f"{recipe.backbone.name}-{name}", recipe.data, far, recipe=recipe)
 
 
+MANY = "ood-many"  # The record of the settings with many classes.
+
+
+def _many(kind: str, fit_images: int, longer: int) -> Setting:
+    data = f"benchmarks.strips:{kind}_%s"
+    outside = {"other classes": data % "unknown"} | _far_strips(kind)
+    return Setting(f"digit-{kind}", data % "known", outside, "strided", longer, fit_images=fit_images, record=MANY)
+
+
+def _far_strips(kind: str) -> dict[str, str]:
+    return {source: f"benchmarks.strips:{source.partition('-')[0]}_{kind}" for source in ("fashion-mnist", "cifar10")}
+
+
+_PAIRS = PretrainedJob(80, 50, epochs=0, data="benchmarks.strips:pairs", known=tuple(known_classes(2)[0]))
+
 SETTINGS: Mapping[str, Setting] = {
     setting.name: setting
     for setting in (
@@ -119,6 +133,9 @@ SETTINGS: Mapping[str, Setting] = {
             }.items()
         ),
         _pretrained("frozen-mnist", PretrainedJob(6, 500, epochs=0, data="mnist", known=KNOWN_CLASSES[0])),
+        _many("pairs", 10_000, longer=2),
+        _many("triples", 20_000, longer=4),
+        PretrainedSetting("lite0-frozen-pairs", _PAIRS.data, _far_strips("pairs"), recipe=_PAIRS, record=MANY),
     )
 }
 
