@@ -446,7 +446,9 @@ class Processes:
 
         front = Front(self._settings, self._board, own, on_start=end_later)
         server = LastAccepting(uvicorn_config(self._settings, lambda: front))
-        with contextlib.suppress(SystemExit):  # Uvicorn raises a signal again once it has ended.
+        # Until uvicorn has its own: an exception within the loop, as before, would end the process with a traceback.
+        signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
+        with contextlib.suppress(SystemExit):  # The application could not start.
             server.run([self._listener])
         return ExitCode.OK if server.started else ExitCode.FAILURE
 
