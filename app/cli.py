@@ -25,6 +25,7 @@ from app.healthcheck import address_of, leave_address
 from app.settings import BACKLOG, Settings, load_settings
 from app.tracing import log_config
 from psc_core import __version__
+from psc_core.allocator import let_waiting_threads_sleep
 from psc_core.errors import ExitCode, PSCError, UsageError
 from psc_core.network import LIBRARIES
 
@@ -146,8 +147,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _serve(settings: Settings, listener: socket.socket, address: str, began: float) -> int:
     """Import what serves, serve until told to stop, and return the exit code."""
-    # Idle OpenMP threads would spin on the cores that decode images.  OpenMP reads this when torch loads it.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_waiting_threads_sleep()
     gc.disable()  # Each collection would walk all that was imported so far, and none of it is garbage.
     from app.server import serve  # Importing torch takes seconds: a mistake in the settings should show before.
 

@@ -1,15 +1,25 @@
-"""Configure the C library's allocator for a process that allocates the same large tensors for every batch."""
+"""Configure the C library's allocator and OpenMP for a process that computes the same for every batch."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_MAX: Final = -4
 _M_ARENA_MAX: Final = -8
 _NEVER: Final = 2**31 - 1
+
+
+def let_waiting_threads_sleep() -> None:
+    """Let OpenMP's threads sleep while they wait for each other; to be called before torch is imported, which reads it.
+
+    By default they wait in a loop: idle ones take the cores that decode images, and where another process is busy,
+    small operations such as those of a head's fit take ten times as long.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def keep_freed_memory() -> None:

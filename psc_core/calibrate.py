@@ -205,9 +205,8 @@ def score_dataset(scorer: Scorer, dataset: ImageDataset, compute: Compute, descr
     for batch in track_images(dataset, compute, description):
         scored = scorer(batch.images.to(compute.device))
         count_images(len(batch.images))
-        parts.append(Scored({name: values.cpu() for name, values in scored.scores.items()}, scored.probabilities.cpu()))
-    scores = {name: torch.cat([part.scores[name] for part in parts]) for name in parts[0].scores}
-    return Scored(scores, torch.cat([part.probabilities for part in parts]))
+        parts.append(scored.to("cpu"))
+    return Scored.joined(parts)
 
 
 def trial_of(calibration: ImageDataset) -> Tensor:

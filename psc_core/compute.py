@@ -198,9 +198,9 @@ _PROGRESS: ContextVar[Progress | None] = ContextVar("progress", default=None)
 @contextmanager
 def steps(names: Sequence[str]) -> Iterator[Progress]:
     """Number what :func:`track` reports within the block by these steps, which :func:`begin` begins."""
-    token = _PROGRESS.set(Progress(tuple(names)))
+    token = _PROGRESS.set(progress := Progress(tuple(names)))
     try:
-        yield _PROGRESS.get() or Progress(())
+        yield progress
     finally:
         _PROGRESS.reset(token)
 

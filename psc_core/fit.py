@@ -153,8 +153,9 @@ def fit_stages(net: nn.Module, job: FitJob, checkpoint: Checkpoint | None = None
     """Fit stage by stage, except for those in the checkpoint."""
     layer = job.settings.layer
     report = None if checkpoint is None else checkpoint.load_collapse()
-    compute = job.compute
-    kept = KeptFeatures(len(compute.shard(job.data.train)), compute.max_memory, compute.device)
+    compute, kept = job.compute, None
+    if compute.precision == "fp32":  # Layers are measured in float32, whatever the precision of what follows.
+        kept = KeptFeatures(len(compute.shard(job.data.train)), compute.max_memory, compute.device)
     if report is None:
         report = collapse(net, job, kept)
         if checkpoint is not None:

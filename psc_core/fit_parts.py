@@ -405,8 +405,7 @@ class FittedParts:
             early = None if self.texture is None else read.texture[self.texture][at].to(device)
             z = head_input[:, : read.widths[0]]
             parts.append(self.scorer.score(Embedding(z, head_input, density_input, output, early)))
-        scores = {name: torch.cat([part.scores[name] for part in parts]) for name in parts[0].scores}
-        return Scored(scores, torch.cat([part.probabilities for part in parts]))
+        return Scored.joined(parts)
 
 
 def _rows_of(read: Features, positions: Int[Tensor, " images"]) -> Int[Tensor, " images"]:

@@ -477,7 +477,7 @@ def fit_tucker(
         features = backbone(trial_input(train.preprocess).to(compute.device))[0]
     shapes = [(layer.shape[1], layer.shape[2]) for layer in features]
     names, shard = backbone.layers, compute.shard(train)
-    if kept is None or compute.precision != "fp32":
+    if kept is None:
         kept = KeptFeatures(len(shard), compute.max_memory, compute.device)
     kept.make_room(dict(zip(names, shapes, strict=True)))
     chosen = kept.of(names)

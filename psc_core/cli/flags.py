@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from psc_core import __version__
-from psc_core.allocator import keep_freed_memory
+from psc_core.allocator import keep_freed_memory, let_waiting_threads_sleep
 from psc_core.errors import ExitCode, PSCError, UsageError, fault, needs
 from psc_core.images import BACKGROUNDS, INTERPOLATIONS, PRESET_FIELDS
 from psc_core.settings import by_commas, day, positive
@@ -49,9 +48,7 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
     """Parse the flags, run ``main``, and return its errors as an :class:`psc_core.errors.ExitCode`."""
     args = cli.parse_args(argv)
     keep_freed_memory()
-    # Read when torch is imported: by default OpenMP's threads wait for each other in a loop, and where another process
-    # is busy, small operations such as those of a head's fit then take ten times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_waiting_threads_sleep()
     print_any_text()
     sys.path.append(str(Path.cwd()))  # Where package.module:factory specs are looked up last.
     try:

@@ -33,7 +33,13 @@ class Scored(NamedTuple):
         """Return the results for some images: their positions, or a mask."""
         return Scored({name: values[kept] for name, values in self.scores.items()}, self.probabilities[kept])
 
-    def to(self, device: torch.device) -> Scored:
+    @staticmethod
+    def joined(parts: Sequence[Scored]) -> Scored:
+        """Return the results for several batches as one."""
+        scores = {name: torch.cat([part.scores[name] for part in parts]) for name in parts[0].scores}
+        return Scored(scores, torch.cat([part.probabilities for part in parts]))
+
+    def to(self, device: torch.device | str) -> Scored:
         return Scored({name: values.to(device) for name, values in self.scores.items()}, self.probabilities.to(device))
 
 
