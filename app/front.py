@@ -128,7 +128,7 @@ class Front:
         self._models: dict[str, DecodingModel] = {}
         self._default = ""
         self._engine = -1  # the number of the engine that has told its models
-        self._met = asyncio.Event()  # set once this front knows an engine
+        self._met = asyncio.Event()  # set once this front knows an engine, or is to end
         self._decoding = 0  # the number of images that are being decoded, or wait for a thread
         self._prefix = settings.root_path.rstrip("/")
 
@@ -151,6 +151,10 @@ class Front:
             await self._ask(scope, receive, send)
         finally:
             self._give_back(state)
+
+    def stop_waiting(self) -> None:
+        """Wait no longer for an engine."""
+        self._met.set()
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """Open the channel, and keep it until uvicorn ends."""

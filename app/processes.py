@@ -248,8 +248,13 @@ class EngineHost(UvicornHost):
     def __init__(self, address: str, began: float, lifeline: int, board: Board) -> None:
         super().__init__(address, began)
         self._board = board
+        self._number = board.engine
         self._lifeline = lifeline  # a file that can be read once the parent has ended
         self.ended = asyncio.Event()
+
+    def models_loaded(self, service: Service) -> None:
+        self._board.set_ready(self._number)  # Before any answer says so: an engine that ends after it is replaced.
+        super().models_loaded(service)
 
     def arriving(self) -> int:
         return self._board.arriving
@@ -305,8 +310,6 @@ async def _answer_fronts(settings: Settings, host: EngineHost, board: Board, pla
 
     async def tell() -> None:
         while True:
-            if not service.reasons():
-                board.set_ready(number)
             board.beat(board.fronts, time.monotonic())
             models, full = _models(service)
             for front in fronts:
@@ -436,6 +439,7 @@ class Processes:
             end = signal.getsignal(signal.SIGTERM)
 
             def drain() -> None:
+                front.stop_waiting()
                 loop.remove_reader(self._lifeline)
                 if callable(end):
                     loop.call_later(linger_seconds(self._settings), end, signal.SIGTERM, None)
@@ -443,6 +447,8 @@ class Processes:
             loop.add_signal_handler(signal.SIGTERM, drain)
             loop.add_signal_handler(signal.SIGINT, lambda: None)  # The parent answers Ctrl-C with SIGTERM.
             loop.add_reader(self._lifeline, drain)
+            if server.should_exit:  # The signal came before.
+                front.stop_waiting()
 
         front = Front(self._settings, self._board, own, on_start=end_later)
         server = LastAccepting(uvicorn_config(self._settings, lambda: front))

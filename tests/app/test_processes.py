@@ -15,11 +15,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
 import httpx
 import pytest
 
+from app.channel import Board, Place
+from app.front import Front
+from app.processes import EngineHost
+from app.service import Service
+from app.settings import Settings
 from tests.app.fakes import POISON, png
 from tests.app.support import PNG
 from tests.app.test_server import connect, whole
@@ -356,3 +362,30 @@ async def test_every_request_of_many_clients_gets_its_own_answer(server: Server)
 
     async with httpx.AsyncClient(timeout=GUARD_SECONDS) as client:
         await asyncio.gather(*(ask(client, number) for number in range(150)))
+
+
+@pytest.mark.anyio
+async def test_a_front_that_is_to_end_waits_for_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.front._MEET_SECONDS", None)  # without limit
+    place = Place.make(0, 1 << 16)
+    front = Front(Settings(), Board(1), place, on_start=lambda: front.stop_waiting())
+    asked, said = iter(["lifespan.startup", "lifespan.shutdown"]), []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": next(asked)}
+
+    async def send(message: Any) -> None:
+        said.append(message["type"])
+
+    async with asyncio.timeout(GUARD_SECONDS):
+        await front({"type": "lifespan"}, receive, send)
+    place.close()
+    assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+def test_an_engine_counts_as_ready_before_any_answer_says_so() -> None:
+    board = Board(1)
+    host = EngineHost("", 0.0, -1, board)
+    assert board.ready_engine != board.engine
+    host.models_loaded(cast("Service", SimpleNamespace(registry=SimpleNamespace(served=()))))
+    assert board.ready_engine == board.engine
