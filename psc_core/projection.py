@@ -281,11 +281,13 @@ def nearest_mean_hits(
     z: Float[Tensor, "n c_max d_max"], means: Float[Tensor, "classes c_max d_max"], labels: Int[Tensor, " n"]
 ) -> Int[Tensor, "c_max d_max"]:
     """Return the number of labelled examples whose nearest class mean is right, for every leading block."""
-    z, means = z.double(), means.double()
-    hits = torch.zeros(z.shape[1:], dtype=torch.int64, device=z.device)
-    for chunk in chunk_rows(len(z), means.numel()):
-        distances = (z[chunk, None] - means).square_().cumsum(2).cumsum(3)
-        hits += (distances.argmin(1) == labels[chunk, None, None]).sum(0)
+    z, means = (part.double().permute(1, 2, 0).contiguous() for part in (z, means))
+    hits = torch.zeros(z.shape[:2], dtype=torch.int64, device=z.device)
+    for chunk in chunk_rows(len(labels), 8 * means[0].numel()):  # so few that the sums fit into a cache
+        distances = torch.zeros((), dtype=torch.float64, device=z.device)
+        for c, (of_image, of_class) in enumerate(zip(z[:, :, chunk], means, strict=True)):
+            distances = (of_image[:, :, None] - of_class[:, None]).square_().cumsum(0).add_(distances)
+            hits[c] += (distances.argmin(2) == labels[chunk]).sum(1)
     return hits
 
 
