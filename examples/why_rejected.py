@@ -18,7 +18,7 @@ SHIPPED = Path(__file__).parents[1] / "artifacts" / "dirty-mnist-resnet18"
 bundle = Path(sys.argv[1]) if len(sys.argv) > 1 else SHIPPED
 images = [Path(name) for name in sys.argv[2:]] or sorted((bundle / "examples").glob("*.png"))
 
-MEANING = {"texture": "unusual texture", "content": "unknown content", "confidence": "no class has much evidence"}
+MEANING = {"texture": "unusual texture", "content": "unknown content", "confidence": "no class stands out"}
 
 prediction = PSC.load(bundle).predict(images, maps=True)
 for index, (image, decision) in enumerate(zip(images, prediction.decision, strict=True)):

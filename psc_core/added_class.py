@@ -63,12 +63,12 @@ def log_odds(
 def widen(scored: Scored, odds: Float[Tensor, "batch added"]) -> Scored:
     """Return the results with the added classes; the parts of all scores that belong to the head shrink with 1 − q."""
     scores, probabilities = scored
-    epistemic, energy = scores["epistemic"], scores["energy"]
+    epistemic = scores["epistemic"]
     for s in odds.T:
         q = s.sigmoid()
         probabilities = torch.cat([probabilities * (1 - q)[:, None], q[:, None]], dim=1)
-        epistemic, energy = epistemic * (1 - q), energy - functional.softplus(s)  # of the logits and log Σ exp + s
-    widened = score_classes(probabilities, epistemic, energy)
+        epistemic = epistemic * (1 - q)
+    widened = score_classes(probabilities, epistemic)
     return Scored({**scores, **widened.scores}, probabilities)
 
 

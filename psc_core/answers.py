@@ -193,7 +193,7 @@ CheckPValues = Annotated[
     dict[str, float] | None,
     Field(
         description="p-value of each check: `texture` (unusual texture), `content` (unknown content), `confidence` "
-        "(no class has much evidence), `reviewed` (like images reviewed as none of the classes); left out for a model "
+        "(no class stands out), `reviewed` (like images reviewed as none of the classes); left out for a model "
         "without checks."
     ),
 ]

@@ -41,7 +41,7 @@ from psc_core.tasks import TASKS, task_of_manifest
 from psc_core.tasks.base import Agreement, Task
 from psc_core.text import compose
 
-SCHEMA: Final = 6  # the version of the bundle format, the only one that is written and read
+SCHEMA: Final = 7  # the version of the bundle format, the only one that is written and read
 OPTIONAL: Final = ("checks", "map", "stored_images")  # parts without which the manifest has no such section
 PARTS: Final = ("backbone", "projection", "density", "head", "calibration", *OPTIONAL)  # tensor files, without suffix
 MAX_PART_BYTES: Final = 16 << 30  # maximum size of a tensor file, in bytes
@@ -177,7 +177,7 @@ class Manifest(_Strict):
 
     task_type: ClassVar[type[Task]]
 
-    schema_version: Literal[6]
+    schema_version: Literal[7]
     task_name: str = Field(alias="task")
     name: str = Field(min_length=1, max_length=MAX_NAME)
     version: str = Field(pattern="^[0-9a-f]{12}$")

@@ -6,7 +6,7 @@ check          value, higher is more unusual                       an alarm mean
 ``texture``    −log p of an early layer's features, averaged       unusual texture: surface, contrast, colours
                over positions, nats
 ``content``    minus the log density of the model, nats            unknown kind: parts that no class has
-``confidence`` energy of the logits, −log Σ exp f, nats            no class has much evidence
+``confidence`` Σ p^0.2 of the other probable classes               no class stands out
 ``reviewed``   what :mod:`psc_core.reviewed` has learnt, in         like images that people reviewed as none of
                standard deviations of images of the classes        the classes
 =============  ==================================================  ==========================================
@@ -257,10 +257,7 @@ COUNTS_BELOW: Final = {TEXTURE: 0.2, REVIEWED: 0.03}  # p-values below which the
 
 def check_values(names: Sequence[str], scores: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, "batch checks"]:
     """Return the values of the checks ``names``, from the scores of a :class:`psc_core.heads.base.Scored`."""
-    values = {CONTENT: -scores["log_density"]}
-    if CONFIDENCE in names:
-        values[CONFIDENCE] = scores["energy"]
-    values |= {name: scores[name] for name in COUNTS_BELOW if name in scores}
+    values = {**scores, CONTENT: -scores["log_density"]}
     return torch.stack([values[name] for name in names], dim=1)
 
 

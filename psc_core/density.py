@@ -19,12 +19,17 @@ With ``m_k`` the class means and ``S_k`` the class covariances in these coordina
 =================  =================================================================================================
 ``gda``            one covariance for each class: squared distance ``‖S_k^(−1/2) (w − m_k)‖²``
 ``gda++``          the same after ``z ← z / ‖z‖``
-``pooled++``       ``gda++`` of the chosen layer's features averaged over positions, not of z; at most 512 components
+``pooled++``       ``gda++`` of the chosen layer's features averaged over positions, not of z; at most 512 components;
+                   minus half of the log-density of one Gaussian fitted to all images
 ``tied``           one covariance for all classes: ``‖w − m_k‖²``
 ``mahalanobis++``  the same after ``z ← z / ‖z‖`` (Müller & Hein 2025, who take the smallest distance as their score)
-``rmd``            relative Mahalanobis (Ren et al. 2021): the ``tied`` log-density minus the log-density of one
-                   Gaussian fitted to all images, a log-ratio in nats; the same is subtracted from ``log π_k + log N_k``
+``rmd``            relative Mahalanobis (Ren et al. 2021): the ``tied`` log-density minus that of one Gaussian for
+                   all images
 =================  =================================================================================================
+
+**Relative.**  What is subtracted, a weight times the log-density of one Gaussian for all images, is subtracted from
+``log π_k + log N_k`` too; the result is a log-ratio in nats.  It takes away what is unusual in a way that says nothing
+about classes (Ren et al. 2021).  With the weight 1, images far from all classes are told less well.
 
 **Components.**  With ``cov(z) = U diag(λ) Uᵀ`` (denominator n − 1, λ descending), y is ``(z − mean(z)) U[:, :P]``: an
 orthonormal projection, so ``log p(y)`` is in the units of z.  P, unless the caller gives it, is the smallest of:
@@ -117,6 +122,7 @@ class Density(Fitted):
     maximum_components: ClassVar[int | None] = None  # of the automatic choice; None: as memory allows
     has_class_covariances: ClassVar[bool] = False  # then memory limits the automatic choice of components
     tied_by_held_out: ClassVar[bool] = False  # whether held-out examples tie the classes' covariances
+    background_weight: ClassVar[float] = 0.0  # of one Gaussian for all images, see "Relative" above
 
     @classmethod
     def fit(cls, pooled: Pooled, held_out: HeldOut | None) -> tuple[dict[str, Tensor], Record]:
@@ -148,9 +154,18 @@ class Density(Fitted):
         return DensityOutput(joint.logsumexp(dim=1), joint)
 
     def class_log_joint(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """Return ``log π_k + log N_k``, nats."""
+        """Return ``log π_k + log N_k``, nats, minus what is subtracted."""
         distances = self.class_distances(w)
-        return torch.addcmul(self.constants, distances, distances, value=-0.5)
+        return self.relative(torch.addcmul(self.constants, distances, distances, value=-0.5), w)
+
+    def relative(
+        self, joint: Float[Tensor, "batch classes"], w: Float[Tensor, "batch kept"]
+    ) -> Float[Tensor, "batch classes"]:
+        if not self.background_weight:
+            return joint
+        # In float64: far from the data both terms are large and nearly equal.
+        background = self.background_constant - 0.5 * (w @ self.background.to(w.dtype)).square().sum(dim=1)
+        return (joint - self.background_weight * background[:, None]).float()
 
     def explain(self, z: Float[Tensor, "batch dim"]) -> DensityExplanation:
         return self.explain_at(self.coordinates(z))
@@ -234,10 +249,16 @@ class UnitLengthDensity(ClasswiseDensity):
     tied_by_held_out = True
 
 
+# Whitens w under one Gaussian for all images, and its constant: the tensors of a density with a ``background_weight``.
+BACKGROUND: Final = {"background": ("kept", "kept"), "background_constant": ()}
+
+
 class PooledDensity(UnitLengthDensity):
-    """:class:`UnitLengthDensity` of features averaged over positions."""
+    """:class:`UnitLengthDensity` of features averaged over positions, relative to all images."""
 
     kind = "pooled++"
+    layout: ClassVar = {**UnitLengthDensity.layout, **BACKGROUND}
+    background_weight = 0.5
     reads = "pooled"
     minimum_variance = 1e-6
     maximum_components = 512
@@ -274,27 +295,14 @@ class UnitLengthTiedDensity(TiedDensity):
 
 
 class RelativeDensity(TiedDensity):
-    """``tied`` minus the log-density of one Gaussian for all images; ``background`` (P, P) whitens w under it."""
+    """:class:`TiedDensity` relative to all images."""
 
     kind = "rmd"
-    layout: ClassVar = {**TiedDensity.layout, "background": ("kept", "kept"), "background_constant": ()}
-
-    @classmethod
-    def fit(cls, pooled: Pooled, held_out: HeldOut | None) -> tuple[dict[str, Tensor], Record]:
-        """The Gaussian for all images has in x the mean 0 and the covariance I."""
-        tensors, record = super().fit(pooled, held_out)
-        tensors["background"] = torch.linalg.inv(pooled.inverse.root)  # x = w V⁻¹
-        tensors["background_constant"] = torch.tensor(-0.5 * pooled.volume, device=pooled.means.device)
-        return tensors, record
+    layout: ClassVar = {**TiedDensity.layout, **BACKGROUND}
+    background_weight = 1.0
 
     def class_log_joint(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
-        """Return ``log π_k + log N_k − log N_background``, nats.
-
-        The difference is taken in float64: far from the data both terms are large and nearly equal.
-        """
-        background = self.background_constant - 0.5 * (w @ self.background.to(w.dtype)).square().sum(dim=1)
-        distances = linalg.distances(w, self.centres).square()
-        return (self.constants - 0.5 * distances - background[:, None]).float()
+        return self.relative(self.constants - 0.5 * linalg.distances(w, self.centres).square(), w)
 
 
 _KINDS = (ClasswiseDensity, TiedDensity, UnitLengthDensity, UnitLengthTiedDensity, PooledDensity, RelativeDensity)
@@ -416,8 +424,9 @@ class Extended(NamedTuple):
 
 
 def can_extend(family: type[Density]) -> bool:
-    """Return whether more images can extend a density: it has the tensors of one of these three, and so all moments."""
-    return family.layout in (ClasswiseDensity.layout, TiedDensity.layout, RelativeDensity.layout)
+    """Return whether more images can extend a density: it has the tensors of one of these, and so all moments."""
+    kinds = (ClasswiseDensity, TiedDensity, PooledDensity, RelativeDensity)
+    return any(family.layout == kind.layout for kind in kinds)
 
 
 def class_counts(density: Density, examples: int) -> Float[Tensor, " K"]:
@@ -503,7 +512,7 @@ def extend_density(
         tensors["whiteners"] = torch.stack([each.root for each in roots])
         tensors["constants"] -= 0.5 * tensors["constants"].new_tensor([each.log_det for each in roots])
         record["clamped_eigenvalues"] += sum(each.n_clamped for each in roots)
-    if isinstance(density, RelativeDensity):
+    if density.background_weight:
         whitener = density.background.double()
         before = torch.linalg.inv(whitener @ whitener.T)
         _, _, more = _merge(counts.sum(), torch.zeros_like(offset), w, times)  # w is centred on the mean of all
@@ -595,6 +604,9 @@ def fit_density(
         w = projection.whiten(_lengths(family, as_matrix(held_out.features)))[:] @ pooled.inverse.root
         apart = w, held_out.labels.to(w.device)
     of_kind, measured = family.fit(pooled, apart)
+    if family.background_weight:  # In x the Gaussian for all images has the mean 0 and the covariance I, and x = w V⁻¹.
+        of_kind["background"] = torch.linalg.inv(pooled.inverse.root)
+        of_kind["background_constant"] = torch.tensor(-0.5 * pooled.volume, device=pooled.means.device)
     tensors = {"mean": projection.mean, "basis": projection.whitening @ pooled.inverse.root, **of_kind}
     record: Record = {
         EXAMPLES: len(z),

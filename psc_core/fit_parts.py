@@ -201,8 +201,8 @@ def choose_checks(
     reads_confidence, reason = data.task_type.confidence_check(ambiguous=data.is_ambiguous)
     names: tuple[str, ...] = (CONTENT, CONFIDENCE) if reads_confidence else (CONTENT,)
     values, scored = synthetic_values(scorer, layers, textures, names, data, compute)
-    energies = values[REAL].get(CONFIDENCE)
-    if energies is not None and not vary(energies):
+    confidence = values[REAL].get(CONFIDENCE)
+    if confidence is not None and not vary(confidence):
         names = (CONTENT,)
     choice = compare(values, names, tuple(textures), reason=reason)
     if not textures:

@@ -21,7 +21,7 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4",
 
 
 class Rejected(Exception):
-    """The directory is no bundle of version 6."""
+    """The directory is no bundle of version 7."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class SecondReader:
 
     def __init__(self, folder: Path) -> None:
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text("utf-8"))
-        if self.manifest["schema_version"] != 6 or self.manifest["version"] != version_of(self.manifest):
+        if self.manifest["schema_version"] != 7 or self.manifest["version"] != version_of(self.manifest):
             raise Rejected("schema or version")
         if self.manifest["task"] not in ("classification", "regression"):
             raise Rejected("task")
@@ -136,30 +136,31 @@ class SecondReader:
         else:
             raise Rejected(kind)
         joint = t["constants"] - (difference**2).sum(2) / 2
-        if kind == "rmd":
-            joint -= (t["background_constant"] - ((w @ t["background"]) ** 2).sum(1) / 2)[:, None]
+        if kind in ("rmd", "pooled++"):
+            background = t["background_constant"] - ((w @ t["background"]) ** 2).sum(1) / 2
+            joint -= {"rmd": 1, "pooled++": 0.5}[kind] * background[:, None]
         return _log_sum_exp(joint)
 
     # -- z to probabilities ---------------------------------------------------------------------------------------
 
-    def classify(self, read: Array, logits: Array | None) -> tuple[Array, Array, Array]:
-        """Probabilities, epistemic uncertainty and energy."""
+    def classify(self, read: Array, logits: Array | None) -> tuple[Array, Array]:
+        """Probabilities and epistemic uncertainty."""
         t = self.tensors("head")
         if self.manifest["head"]["kind"] == "own":
             assert logits is not None
             own = logits / t["temperature"]
-            return _softmax(own), np.zeros(len(own)), -_log_sum_exp(own)
+            return _softmax(own), np.zeros(len(own))
         phi = (read - t["center"]) * t["inverse_scale"]
         return {"laplace": _laplace, "sngp": _sngp, "duq": _duq}[self.manifest["head"]["kind"]](t, phi)
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
     def checks(
-        self, early: Array | None, log_density: Array, energy: Array, density_input: Array
+        self, early: Array | None, log_density: Array, probabilities: Array, density_input: Array
     ) -> tuple[Array, Array]:
         """OOD score, and p-value of each check, (B, G)."""
         section, t = self.manifest["checks"], self.tensors("checks")
-        values = {"content": -log_density, "confidence": energy}
+        values = {"content": -log_density, "confidence": (np.sort(probabilities)[:, -10:-1] ** 0.2).sum(1)}
         below = {"reviewed": section.get("reviewed", {}).get("counts_below")}
         if "reviewed" in section:
             w = _coordinates(self.tensors("density"), self.manifest["density"]["kind"], density_input)
@@ -238,7 +239,7 @@ class SecondReader:
         log_density = self.log_density(z, features)
         ood_score = -log_density
         if "checks" in self.manifest:
-            ood_score, _ = self.checks(early, log_density, np.zeros(len(z)), self._density_input(z, features))
+            ood_score, _ = self.checks(early, log_density, np.zeros((len(z), 0)), self._density_input(z, features))
         others = [read[name].mean(2) for name in self.manifest["head"].get("layers", [])]
         phi = (np.concatenate([z, *others], axis=1) - t["center"]) * t["inverse_scale"]
         mean, aleatoric, epistemic = {"blr": _blr, "dve": _dve}[self.manifest["head"]["kind"]](t, phi)
@@ -264,7 +265,7 @@ class SecondReader:
         z = self.project(features)
         log_density = self.log_density(z, features)
         averaged = [f.mean(2) for f in features] if self.manifest["head"].get("layers") else []
-        probabilities, epistemic, energy = self.classify(np.concatenate([z, *averaged], axis=1), logits)
+        probabilities, epistemic = self.classify(np.concatenate([z, *averaged], axis=1), logits)
         if added := self.manifest.get("added_classes"):
             t = self.tensors("density")
             w = _coordinates(t, self.manifest["density"]["kind"], self._density_input(z, features))
@@ -274,12 +275,12 @@ class SecondReader:
                 s = each["slope"] * (near[:, at] - _log_sum_exp(near[:, :at])) + each["bias"]
                 q = 1 / (1 + np.exp(-s))
                 probabilities = np.concatenate([probabilities * (1 - q)[:, None], q[:, None]], axis=1)
-                epistemic, energy = epistemic * (1 - q), energy - np.logaddexp(0, s)
+                epistemic = epistemic * (1 - q)
         entropy = _entropy(probabilities)
         ood_score = -log_density
         check_p_values = np.empty((len(z), 0))
         if "checks" in self.manifest:
-            ood_score, check_p_values = self.checks(early, log_density, energy, self._density_input(z, features))
+            ood_score, check_p_values = self.checks(early, log_density, probabilities, self._density_input(z, features))
         p_value = self.p_values(ood_score)
         is_ood, ambiguous = p_value <= policy["alpha"], entropy > policy["ambiguity_threshold"]
         chosen = probabilities >= self.set_threshold()
@@ -315,7 +316,7 @@ def _average(x: Array, axis: int, m: int) -> Array:
     return np.stack([x.take(list(span), axis=axis).mean(axis=axis) for span in spans], axis=axis)
 
 
-def _laplace(t: dict[str, Array], phi: Array) -> tuple[Array, Array, Array]:
+def _laplace(t: dict[str, Array], phi: Array) -> tuple[Array, Array]:
     mean = phi @ t["weight"].T + t["bias"]
     v = (phi @ t["input_vectors"]) ** 2 @ t["weight_spectrum"] + t["bias_spectrum"]
     vectors = t["output_vectors"]
@@ -328,21 +329,21 @@ def _laplace(t: dict[str, Array], phi: Array) -> tuple[Array, Array, Array]:
     h = _entropy(p)
     with np.errstate(invalid="ignore", divide="ignore"):
         epistemic = np.where(h > 0, h * (1 - np.exp(-delta / h)), 0.0)
-    return probit(vectors), epistemic, -_log_sum_exp(mean)
+    return probit(vectors), epistemic
 
 
-def _sngp(t: dict[str, Array], phi: Array) -> tuple[Array, Array, Array]:
+def _sngp(t: dict[str, Array], phi: Array) -> tuple[Array, Array]:
     psi = math.sqrt(2) * np.cos(phi @ t["frequencies"] + t["phases"])
     variance = ((psi @ t["covariance_root"]) ** 2).sum(1)
     mean = psi @ t["weight"].T + t["bias"]
-    return _softmax(mean / np.sqrt(1 + math.pi / 8 * variance)[:, None]), variance, -_log_sum_exp(mean)
+    return _softmax(mean / np.sqrt(1 + math.pi / 8 * variance)[:, None]), variance
 
 
-def _duq(t: dict[str, Array], phi: Array) -> tuple[Array, Array, Array]:
+def _duq(t: dict[str, Array], phi: Array) -> tuple[Array, Array]:
     difference = (phi @ t["embedding"])[:, None] - t["centroids"]
     log_kernels = -(difference**2).sum(2) / (2 * phi.shape[1] * t["length_scale"] ** 2)
     logits = t["exponent"] * log_kernels
-    return _softmax(logits), -np.expm1(log_kernels.max(1)), -_log_sum_exp(logits)
+    return _softmax(logits), -np.expm1(log_kernels.max(1))
 
 
 def _blr(t: dict[str, Array], phi: Array) -> tuple[Array, Array, Array]:

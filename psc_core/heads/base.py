@@ -121,7 +121,6 @@ class ClassifierOutput(NamedTuple):
 
     probabilities: Float[Tensor, "batch classes"]  # of each class; they sum to 1
     epistemic: Float[Tensor, " batch"]  # what more training data would remove, in the head's epistemic_unit
-    energy: Float[Tensor, " batch"]  # −log Σ_k exp f_k of the logits f, nats: high where no class has evidence
 
 
 class UncertaintyDecomposition(NamedTuple):
@@ -159,15 +158,28 @@ class ClassifierHead(Head):
 def score_classes(
     probabilities: Float[Tensor, "batch classes"],
     epistemic: Float[Tensor, " batch"],
-    energy: Float[Tensor, " batch"],
     entropies: Float[Tensor, " batch"] | None = None,
 ) -> Scored:
-    """Return the scores of a classifier except the density's, and the energy, which the check ``confidence`` reads.
+    """Return the scores of a classifier except the density's, and what the check ``confidence`` reads.
 
     The entropies of the probabilities are computed unless they are given.
     """
     entropies = entropy(probabilities) if entropies is None else entropies
-    return Scored({"predictive_entropy": entropies, "epistemic": epistemic, "energy": energy}, probabilities)
+    scores = {"predictive_entropy": entropies, "epistemic": epistemic, "confidence": other_classes(probabilities)}
+    return Scored(scores, probabilities)
+
+
+PROBABLE_CLASSES: Final = 10  # whose probabilities the check ``confidence`` reads
+POWER: Final = 0.2  # to which it raises them
+
+
+def other_classes(probabilities: Float[Tensor, "batch classes"]) -> Float[Tensor, " batch"]:
+    """Return ``Σ p^0.2`` over the second to the tenth most probable class: high where no class stands out.
+
+    It is the generalised entropy of Liu, Lochman & Zach 2023, ``Σ p^γ (1 − p)^γ``, without 1 − p, which cancels.
+    """
+    most = probabilities.topk(min(PROBABLE_CLASSES, probabilities.shape[1]), dim=1).values
+    return most[:, 1:].pow(POWER).sum(dim=1)
 
 
 def entropy(probabilities: Float[Tensor, "*batch classes"]) -> Float[Tensor, "*batch"]:

@@ -68,7 +68,7 @@ class DuqHead(ClassifierHead):
         squared = squared_distances(embedded, self.centroids)
         log_kernels = -squared / (2 * self.centroids.shape[1] * self.length_scale.square())
         logits = self.exponent * log_kernels
-        return ClassifierOutput(logits.softmax(dim=1), -torch.expm1(log_kernels.amax(dim=1)), -logits.logsumexp(dim=1))
+        return ClassifierOutput(logits.softmax(dim=1), -torch.expm1(log_kernels.amax(dim=1)))
 
 
 def squared_distances(

@@ -64,7 +64,6 @@ from psc_core.heads.softmax import choose_posterior, choose_softmax
 class Posterior(NamedTuple):
     """The posterior of the logits of a batch, reduced to what is served."""
 
-    mean: Float[Tensor, "batch classes"]  # μ
     probabilities: Float[Tensor, "batch classes"]  # probit
     entropy: Float[Tensor, " batch"]  # of the probabilities
     information: Float[Tensor, " batch"]  # of label and weights, at most the entropy of the centred probabilities
@@ -151,20 +150,20 @@ class LaplaceHead(ClassifierHead):
         minus_delta = torch.addcmul(squares, vectors, vectors).clamp_(max=0.0).mul_(v).sum(dim=1)
         served, total = entropy(both).unbind(1)
         fraction = (minus_delta / total.clamp(min=torch.finfo(total.dtype).tiny)).exp_()
-        return Posterior(mean, probabilities, served, torch.addcmul(total, total, fraction, value=-1.0))
+        return Posterior(probabilities, served, torch.addcmul(total, total, fraction, value=-1.0))
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> ClassifierOutput:
-        mean, probabilities, _, information = self.posterior(z)
-        return ClassifierOutput(probabilities, information, -mean.logsumexp(dim=1))
+        probabilities, _, information = self.posterior(z)
+        return ClassifierOutput(probabilities, information)
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
-        _, _, total, information = self.posterior(z)
+        _, total, information = self.posterior(z)
         epistemic = torch.minimum(information, total)
         return UncertaintyDecomposition(total - epistemic, epistemic)
 
     def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
-        mean, probabilities, total, information = self.posterior(features)
-        return score_classes(probabilities, information.clamp_(max=total), -mean.logsumexp(dim=1), total)
+        probabilities, total, information = self.posterior(features)
+        return score_classes(probabilities, information.clamp_(max=total), total)
 
 
 class Kfac(NamedTuple):

@@ -91,7 +91,7 @@ class SngpHead(ClassifierHead):
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> ClassifierOutput:
         mean, variance = self.logits(z)
-        return ClassifierOutput(mean_field(mean, variance).softmax(dim=1), variance, -mean.logsumexp(dim=1))
+        return ClassifierOutput(mean_field(mean, variance).softmax(dim=1), variance)
 
     def decompose(self, z: Float[Tensor, "batch dim"]) -> UncertaintyDecomposition:
         mean, variance = self.logits(z)

@@ -397,7 +397,7 @@ class TemperatureHead(ClassifierHead):
 
     def forward(self, z: Float[Tensor, "batch classes"]) -> ClassifierOutput:
         logits = z / self.temperature
-        return ClassifierOutput(logits.softmax(1), torch.zeros_like(logits[:, 0]), -logits.logsumexp(1))
+        return ClassifierOutput(logits.softmax(1), torch.zeros_like(logits[:, 0]))
 
     def score(self, features: Float[Tensor, "batch dim"], output: Float[Tensor, "batch outputs"] | None) -> Scored:
         if output is None:

@@ -168,7 +168,7 @@ class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
         "NLL": "Mean of −log(probability of the label); lower is better. Nats.",
         "ECE": "Mean gap between confidence and accuracy; 0 is honest.",
         "synthetic OOD images": GLOSSARY["synthetic OOD images"],
-        "check": "A value with its own p-value: texture (early layer), content (chosen layer), confidence (energy).",
+        "check": "A value with its own p-value: texture (early layer), content (chosen layer), confidence (head).",
     }
     hub_task = "image-classification"
     wrong = "are wrong"

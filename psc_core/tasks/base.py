@@ -502,7 +502,7 @@ class Task(BaseModel, ABC):
 
     @classmethod
     def confidence_check(cls, *, ambiguous: bool) -> tuple[bool, str]:
-        """Return whether a check reads the energy, and why, a sentence; ``ambiguous`` where images have many labels."""
+        """Return whether confidence is a check, and why, a sentence; ``ambiguous`` where images have many labels."""
         if ambiguous:
             return False, "some images have several labels, so confidence is no check and no images are mixed"
         return True, "no image has several labels, so confidence is a check"

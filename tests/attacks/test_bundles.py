@@ -224,7 +224,7 @@ def test_rejects_numbers_outside_json(bundle: Path, number: str, field: str) -> 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 6}', b"\0" * 100, b"null", b"1", b'"x"', b"[[]]", b"{}{}"],
+    [b"", b"{", b"[]", b"\xff\xfe", b'{"schema_version": 7}', b"\0" * 100, b"null", b"1", b'"x"', b"[[]]", b"{}{}"],
 )
 def test_rejects_other_json(bundle: Path, content: bytes) -> None:
     (bundle / "manifest.json").write_bytes(content)

@@ -53,23 +53,21 @@ def test_log_odds_are_those_of_the_twin(
 @given(
     weights=st.lists(st.floats(1e-6, 1), min_size=2, max_size=5),
     odds=st.lists(st.floats(-20, 20), min_size=1, max_size=2),
-    energy=st.floats(-20, 20),
 )
-def test_the_classes_before_keep_their_odds(weights: list[float], odds: list[float], energy: float) -> None:
+def test_the_classes_before_keep_their_odds(weights: list[float], odds: list[float]) -> None:
     p = torch.tensor([weights], dtype=torch.float64) / sum(weights)
-    scored = Scored({"epistemic": torch.tensor([0.3]), "energy": torch.tensor([energy])}, p)
+    scored = Scored({"epistemic": torch.tensor([0.3])}, p)
     scores, wide = widen(scored, torch.tensor([odds], dtype=torch.float64))
-    expected, nats, epistemic, total = naive.widen(p[0].tolist(), 0.3, energy, odds)
+    expected, nats, epistemic = naive.widen(p[0].tolist(), 0.3, odds)
     np.testing.assert_allclose(wide[0].numpy(), expected, atol=1e-9)
     assert float(scores["predictive_entropy"]) == pytest.approx(nats, abs=1e-9)
     assert float(scores["epistemic"]) == pytest.approx(epistemic, abs=1e-6)
-    assert float(scores["energy"]) == pytest.approx(total, rel=1e-5, abs=1e-4)
 
 
 @given(odds=st.lists(EXTREMES, min_size=1, max_size=3), certain=st.booleans())
 def test_extreme_odds_give_finite_results(odds: list[float], certain: bool) -> None:
     p = torch.tensor([[1.0, 0.0]]) if certain else torch.tensor([[0.5, 0.5]])
-    scores, wide = widen(Scored({"epistemic": p[:, 1], "energy": p[:, 0]}, p), torch.tensor([odds]))
+    scores, wide = widen(Scored({"epistemic": p[:, 1]}, p), torch.tensor([odds]))
     assert float(wide.sum()) == pytest.approx(1, abs=1e-5) and (wide >= 0).all()
     assert all(values.isfinite().all() for values in scores.values())
 

@@ -286,7 +286,7 @@ def test_only_networks_of_a_library_are_named(model: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        *(({"schema_version": each}, "schema_version 6, .*: psc-fit ") for each in (1, None, True, 5.0, "5")),
+        *(({"schema_version": each}, "schema_version 7, .*: psc-fit ") for each in (1, None, True, 5.0, "5")),
         ({"target": {"name": "age", "unit": "years"}}, "field target"),
         ({"task": "ranking"}, "field task"),
         ({"task": "regression"}, r"field policy\.max_width"),

@@ -147,7 +147,7 @@ def test_reviewed_is_added_and_replaced() -> None:
 def test_values_are_higher_for_unusual_images() -> None:
     scores = {
         "log_density": torch.tensor([-1.0, -9.0]),
-        "energy": torch.tensor([0.1, 0.7]),
+        "confidence": torch.tensor([0.1, 0.7]),
         "texture": torch.tensor([2.0, 3.0]),
         "reviewed": torch.tensor([4.0, 5.0]),
     }

@@ -388,12 +388,13 @@ def assert_is_the_twin(
     expected = naive.extended_log_joint(own, centres, covariances, pooled, w_more, labels.repeat(times), w)
     got, before = (each(z).class_log_joint.double() for each in (found, fitted))
     rise, twin = got - before, expected - nothing
-    if fitted.kind == "rmd":  # Its background is the same for every class.
+    if weight := naive.BACKGROUND.get(fitted.kind):  # The background is the same for every class.
         background = torch.linalg.inv(state["background"].double() @ state["background"].double().T)
         mean = torch.zeros(1, len(background), dtype=torch.float64)
         all_before = naive.extended_log_joint([60], mean, background[None], False, w_more[:0], labels[:0], w)
         zeros = torch.zeros(len(w_more), dtype=torch.int64)
-        twin -= naive.extended_log_joint([60], mean, background[None], False, w_more, zeros, w) - all_before
+        all_after = naive.extended_log_joint([60], mean, background[None], False, w_more, zeros, w)
+        twin -= weight * (all_after - all_before)
     scale = float(got.abs().max() + before.abs().max())
     torch.testing.assert_close(rise, twin, rtol=1e-3, atol=2e-3 + 2e-6 * scale)
 

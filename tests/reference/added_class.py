@@ -16,15 +16,11 @@ def log_odds(w: Sequence[float], means: Sequence[Sequence[float]], added: Sequen
     return found
 
 
-def widen(
-    probabilities: Sequence[float], epistemic: float, energy: float, odds: Sequence[float]
-) -> tuple[list[float], float, float, float]:
-    """Probabilities with the added classes, their entropy, the epistemic uncertainty, and the energy."""
+def widen(probabilities: Sequence[float], epistemic: float, odds: Sequence[float]) -> tuple[list[float], float, float]:
+    """Probabilities with the added classes, their entropy and the epistemic uncertainty."""
     wide = [*probabilities]
-    total = -energy  # the logarithm of the evidence of all classes
     for s in odds:
         q = 1 / (1 + math.exp(-s))
         wide = [*(p * (1 - q) for p in wide), q]
         epistemic *= 1 - q
-        total = math.log(math.exp(total) + math.exp(total + s))
-    return wide, -sum(p * math.log(p) for p in wide if p > 0), epistemic, -total
+    return wide, -sum(p * math.log(p) for p in wide if p > 0), epistemic

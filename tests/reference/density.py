@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+BACKGROUND = {"rmd": 1.0, "pooled++": 0.5}  # The weight of one Gaussian for all images, which is subtracted.
+
 
 def principal_components(
     z: Tensor, kept: int | None, limit: int, minimum: float | None
@@ -52,7 +54,7 @@ def log_normal(y: Tensor, mean: Tensor, covariance: Tensor) -> float:
 def class_log_joint(
     train: Tensor, labels: Tensor, z: Tensor, *, kind: str, pca: int | None, images: Tensor | None = None
 ) -> Tensor:
-    """``log π_k + log N_k`` of every entry of ``z``, minus the background for ``rmd``.
+    """``log π_k + log N_k`` of every entry of ``z``, minus the background of ``rmd`` and ``pooled++``.
 
     A covariance is the mean square over labelled examples times m / (m − 1) for its m images, m / (m − K) for all.
     """
@@ -83,7 +85,7 @@ def class_log_joint(
             covariances.append(shrunk(scatter / n * len(own) / (len(own) - 1), pooled, len(own) - 1))
     joint = torch.empty(len(y), classes, dtype=torch.float64)
     for i in range(len(y)):
-        background = log_normal(y[i], torch.zeros_like(y[i]), total) if kind == "rmd" else 0.0
+        background = BACKGROUND.get(kind, 0.0) * log_normal(y[i], torch.zeros_like(y[i]), total)
         for k in range(classes):
             own = log_normal(y[i], means[k], covariances[k])
             joint[i, k] = math.log(counts[k] / len(train)) + own - background

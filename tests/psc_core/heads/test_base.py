@@ -12,11 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psc_core import metrics
 from psc_core.answers import CLASSIFICATION_SCORES, REGRESSION_SCORES
 from psc_core.errors import BundleError, FitError
 from psc_core.fitted import restore
-from psc_core.heads.base import Head, entropy, fit_standardisation
+from psc_core.heads.base import Head, entropy, fit_standardisation, other_classes
 from psc_core.tasks.classification import Classification
 from psc_core.tasks.regression import Regression
 from tests.psc_core.heads import regressions
@@ -140,18 +139,18 @@ def test_scores_are_those_of_the_answer_that_need_no_density(kind: str) -> None:
     z, _ = images(20, 6, 3)
     head = fit(kind)
     scores, probabilities = head.score(z, None)
-    assert {*scores} - {"energy"} <= {*head.score_names} and head.score_names == CLASSIFICATION_SCORES
+    assert {*scores} - {"confidence"} <= {*head.score_names} and head.score_names == CLASSIFICATION_SCORES
     assert torch.equal(probabilities, head(z).probabilities) and torch.equal(scores["epistemic"], head(z).epistemic)
     torch.testing.assert_close(scores["predictive_entropy"], entropy(probabilities))
 
 
-@pytest.mark.parametrize("kind", ["laplace", "sngp"])
-def test_energy_is_high_where_the_logits_are_low(kind: str) -> None:
-    """The energy is −log Σ exp f of logits f that the probabilities, but for the posterior's variance, come from."""
-    z, _ = images(400, 6, 3, seed=5)
-    head = fit(kind)
-    odd = torch.randn(400, 6, generator=torch.Generator().manual_seed(2))
-    assert metrics.auroc(head(z).energy, head(0.1 * odd).energy) > 0.6
+@given(st.integers(2, 30), st.integers(0, 99))
+def test_confidence_reads_the_most_probable_classes_but_the_first(classes: int, seed: int) -> None:
+    p = (9 * torch.randn(5, classes, generator=torch.Generator().manual_seed(seed))).softmax(1)
+    expected = [sum(each**0.2 for each in sorted(row, reverse=True)[1:10]) for row in p.tolist()]
+    assert other_classes(p).tolist() == pytest.approx(expected, rel=1e-5)
+    uniform = torch.full((1, classes), 1 / classes)
+    assert (other_classes(p) <= other_classes(uniform) * (1 + 1e-5)).all() or classes > 10
 
 
 def test_rejects_unusable_arguments() -> None:
