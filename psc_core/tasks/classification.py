@@ -246,7 +246,7 @@ class ClassificationPrediction(BasePrediction):
         >>> prediction
         ClassificationPrediction for 1 image: 1 accept
            label  confidence  entropy  log density  p-value  decision
-        0      7       1.000    0.001      1147.28   0.8925    accept
+        0      7       1.000    0.001       620.02   0.8978    accept
     """
 
     answer = ClassificationAnswer
