@@ -181,7 +181,12 @@ ACCEPT: Final = "accept"  # the decision of every task on an image that can be r
 
 _SCORE: Final = "score"
 Score = Annotated[float, _SCORE]  # a column of the packed outputs: a number that the network computes for each image
-LogDensity = Annotated[Score, Field(description="Log density of the features, nats.")]
+LogDensity = Annotated[
+    Score,
+    Field(
+        description="Log density of the features, nats; for `pooled++`, the default, and `rmd` relative to all images."
+    ),
+]
 OodScore = Annotated[
     Score,
     Field(

@@ -161,6 +161,7 @@ class Density(Fitted):
     def relative(
         self, joint: Float[Tensor, "batch classes"], w: Float[Tensor, "batch kept"]
     ) -> Float[Tensor, "batch classes"]:
+        """Return ``joint`` minus the weighted log-density of one Gaussian for all images."""
         if not self.background_weight:
             return joint
         # In float64: far from the data both terms are large and nearly equal.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from psc_core import linalg
 from psc_core.answers import CLASSIFICATION_SCORES, REGRESSION_SCORES
+from psc_core.checks import CONFIDENCE
 from psc_core.errors import FitError
 from psc_core.features import FeatureMatrix, as_matrix, blocks
 from psc_core.fitted import Fitted
@@ -165,7 +166,7 @@ def score_classes(
     The entropies of the probabilities are computed unless they are given.
     """
     entropies = entropy(probabilities) if entropies is None else entropies
-    scores = {"predictive_entropy": entropies, "epistemic": epistemic, "confidence": other_classes(probabilities)}
+    scores = {"predictive_entropy": entropies, "epistemic": epistemic, CONFIDENCE: other_classes(probabilities)}
     return Scored(scores, probabilities)
 
 

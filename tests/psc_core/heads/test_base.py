@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psc_core import metrics
 from psc_core.answers import CLASSIFICATION_SCORES, REGRESSION_SCORES
 from psc_core.errors import BundleError, FitError
 from psc_core.fitted import restore
@@ -149,8 +150,17 @@ def test_confidence_reads_the_most_probable_classes_but_the_first(classes: int, 
     p = (9 * torch.randn(5, classes, generator=torch.Generator().manual_seed(seed))).softmax(1)
     expected = [sum(each**0.2 for each in sorted(row, reverse=True)[1:10]) for row in p.tolist()]
     assert other_classes(p).tolist() == pytest.approx(expected, rel=1e-5)
-    uniform = torch.full((1, classes), 1 / classes)
-    assert (other_classes(p) <= other_classes(uniform) * (1 + 1e-5)).all() or classes > 10
+    read = min(classes, 10)
+    assert (other_classes(p) <= (1 + 1e-5) * (read - 1) * read**-0.2).all()  # reached where these are equally probable
+
+
+@pytest.mark.parametrize("kind", ["laplace", "sngp"])
+def test_confidence_is_high_where_the_logits_are_low(kind: str) -> None:
+    z, _ = images(400, 6, 3, seed=5)
+    head = fit(kind)
+    odd = torch.randn(400, 6, generator=torch.Generator().manual_seed(2))
+    usual, unusual = (head.score(each, None).scores["confidence"] for each in (z, 0.1 * odd))
+    assert metrics.auroc(usual, unusual) > 0.6
 
 
 def test_rejects_unusable_arguments() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.errors import NetworkError
-from psc_core.heads.base import ClassifierHead, ClassifierOutput, other_classes
+from psc_core.heads.base import ClassifierHead, ClassifierOutput
 from psc_core.heads.softmax import TemperatureHead, better_of, fit_temperature_head
 from psc_core.metrics import LOG_FLOOR
 from tests.psc_core.heads.classifiers import fit, images
@@ -78,7 +78,8 @@ def test_own_probabilities_are_the_networks_softmax() -> None:
     head = TemperatureHead({"temperature": torch.tensor(2.0)}, record={})
     scores, probabilities = head.score(torch.empty(5, 0), logits)
     torch.testing.assert_close(probabilities, (logits / 2).softmax(1))
-    torch.testing.assert_close(scores["confidence"], other_classes(probabilities))
+    others = (logits / 2).softmax(1).sort(1).values[:, :-1]
+    torch.testing.assert_close(scores["confidence"], (others**0.2).sum(1))
     assert scores["epistemic"].tolist() == [0.0] * 5 and head.explain(torch.empty(5, 0)) == {}
     with pytest.raises(NetworkError, match="keeps the network's output"):
         head.score(torch.empty(5, 0), None)
