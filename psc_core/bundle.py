@@ -102,7 +102,7 @@ class _FittedSection(_Strict):
     record: dict[str, float | int]
 
 
-class _Head(_FittedSection):
+class _ReadingSection(_FittedSection):
     layers: list[str] = []
 
 
@@ -190,8 +190,8 @@ class Manifest(_Strict):
     policy: BasePolicy
     backbone: _Backbone
     projection: _Projection
-    density: _FittedSection
-    head: _Head
+    density: _ReadingSection
+    head: _ReadingSection
     calibration: _Calibration
     checks: _Checks | None = None
     map: MapSection | None = None
@@ -209,6 +209,7 @@ class Manifest(_Strict):
     @model_validator(mode="after")
     def _check_agreement(self) -> Manifest:
         head, classes = self.head, len(self.classes)
+        beside_z = [*head.layers, *self.density.layers]
         dim = self.projection.c_proj * self.projection.d_proj
         texture = None if self.checks is None else self.checks.texture
         reviewed, names = (self.checks.reviewed, self.checks.names) if self.checks else (None, ())
@@ -225,7 +226,7 @@ class Manifest(_Strict):
             ("files", sorted(needed), sorted(self.files)),
             *self.task.agreements(self),
             ("backbone.keep_output", self.predictions == "original", self.backbone.keep_output),
-            ("backbone.layers", layers_of(self.layers, head.layers, last_layer, map_layer), self.backbone.layers),
+            ("backbone.layers", layers_of(self.layers, beside_z, last_layer, map_layer), self.backbone.layers),
             ("backbone.network.num_classes", outputs, outputs if network is None else network.num_classes),
             ("backbone.hooks", None, None if network is not None else self.backbone.hooks),
             ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),
@@ -278,11 +279,11 @@ def _manifest_type(task: type[Task]) -> type[Manifest]:
 
 
 def layers_of(
-    chosen: Sequence[str], head_layers: Sequence[str], texture: str | None, map_layer: str | None = None
+    chosen: Sequence[str], beside_z: Sequence[str], texture: str | None, map_layer: str | None = None
 ) -> list[str]:
-    """Return ``backbone.layers``: the chosen, the other layers of head and map, and last the texture's layer."""
+    """Return ``backbone.layers``: the chosen, the other ones of head, density and map, and last the texture's layer."""
     last = [] if texture is None else [texture]
-    others = [*head_layers, *([] if map_layer is None else [map_layer])]
+    others = [*beside_z, *([] if map_layer is None else [map_layer])]
     return list(dict.fromkeys([*chosen, *(name for name in others if name not in last), *last]))
 
 

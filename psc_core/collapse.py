@@ -267,6 +267,15 @@ class ChosenLayer:
     notes: tuple[str, ...] = ()  # reasons against it
     report: CollapseReport | None = field(default=None, repr=False)  # the report that it was chosen from
 
+    @property
+    def collapsed_penultimate(self) -> str | None:
+        """The penultimate layer if it is not chosen because it has collapsed: there classes lie furthest apart."""
+        if self.report is None or not self.report.measure.of_means:
+            return None
+        layer = self.report.layer(self.report.penultimate)
+        has_collapsed = CONSTANT < layer.nc1 <= self.report.epsilon
+        return layer.name if has_collapsed and layer.name not in self.layers else None
+
 
 @dataclass(frozen=True)
 class CollapseReport:

@@ -19,8 +19,9 @@ With ``m_k`` the class means and ``S_k`` the class covariances in these coordina
 =================  =================================================================================================
 ``gda``            one covariance for each class: squared distance ``‖S_k^(−1/2) (w − m_k)‖²``
 ``gda++``          the same after ``z ← z / ‖z‖``
-``pooled++``       ``gda++`` of the chosen layer's features averaged over positions, not of z; at most 512 components;
-                   minus half of the log-density of one Gaussian fitted to all images
+``pooled++``       ``gda++`` not of z but of features averaged over positions, of the chosen layer and beside them of
+                   the penultimate one if it has collapsed; at most 512 components; minus half of the log-density of
+                   one Gaussian fitted to all images
 ``tied``           one covariance for all classes: ``‖w − m_k‖²``
 ``mahalanobis++``  the same after ``z ← z / ‖z‖`` (Müller & Hein 2025, who take the smallest distance as their score)
 ``rmd``            relative Mahalanobis (Ren et al. 2021): the ``tied`` log-density minus that of one Gaussian for
@@ -114,7 +115,7 @@ class Density(Fitted):
     # Float64 up to the difference from a class mean, which cancels where classes are tight.
     in_float64: ClassVar[frozenset[str]] = frozenset({"mean", "basis", "centres"})
 
-    reads: ClassVar[Literal["z", "pooled"]] = "z"  # or the chosen layer's features averaged over positions
+    reads: ClassVar[Literal["z", "pooled"]] = "z"  # or layers' features averaged over positions
     unit_length: ClassVar[bool] = False  # True if z is divided by its Euclidean norm first
     # Fraction of the largest variance above which the automatic choice keeps a component; ``None``: it keeps the
     # components that explain 99 % of the variance.

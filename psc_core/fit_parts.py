@@ -76,17 +76,18 @@ OUTPUT: Final = ".output"  # of the network, as trained
 
 
 class Layers(NamedTuple):
-    """The parts of a network that the last stage reads; an early layer may serve both the head and the checks."""
+    """The parts of a network that the last stage reads; a layer may serve several."""
 
     chosen: tuple[str, ...]  # projected to z
     head: tuple[str, ...]  # read by the head besides z
+    density: tuple[str, ...]  # read by a density that reads layers, besides the chosen
     texture: tuple[str, ...]  # early layers, one of which the check "texture" will read
     output: bool = False  # whether the network's own output is read too
 
     @property
     def names(self) -> tuple[str, ...]:
         """Each layer once, in the order in which the network is cut behind them."""
-        return tuple(dict.fromkeys((*self.chosen, *self.head, *self.texture)))
+        return tuple(dict.fromkeys((*self.chosen, *self.head, *self.density, *self.texture)))
 
     def of(self, features: Sequence[Tensor], layers: Iterable[str]) -> list[Tensor]:
         """Return the features of some ``layers``, picked from those of all :attr:`names`."""
@@ -112,7 +113,7 @@ def read(
     """
     compute, pooled = job.compute, DENSITIES[job.settings.density].reads == "pooled"
     running = backbone.fused(compute.precision)
-    head, density = [Z, *layers.head], [*layers.chosen] if pooled else []
+    head, density = [Z, *layers.head], [*layers.chosen, *layers.density] if pooled else []
     averaged = dict.fromkeys([*layers.head, *density, *layers.texture])  # Each layer once, whatever reads it.
 
     def columns_of(found: Sequence[Tensor], output: Tensor | None) -> dict[str, Tensor]:
@@ -433,7 +434,15 @@ def fit_parts(net: nn.Module, chosen: ChosenLayer, projection: FittedProjection,
     selection, _ = read(backbone, layers._replace(texture=()), device_projection, data.selection, job)
     density, head, textures = _fit_to_features(train, selection, job)
     running = backbone.fused(compute.precision)
-    scorer = Scorer(data.train.preprocess, running, device_projection, density, head, head_layers=layers.head)
+    scorer = Scorer(
+        data.train.preprocess,
+        running,
+        device_projection,
+        density,
+        head,
+        head_layers=layers.head,
+        density_layers=layers.density,
+    )
     begin("checks")
     checks: tuple[str, ...] = ()
     layer, layer_map, record, synthetic = None, None, {}, None
@@ -443,7 +452,8 @@ def fit_parts(net: nn.Module, chosen: ChosenLayer, projection: FittedProjection,
         job.say(f"checks: {', '.join(checks)}", choice.table())
     if chosen_map := _choose_map(scorer, layers, moments, data, compute):
         layer_map, record["map"] = chosen_map
-    kept = layers_of(layers.chosen, layers.head, layer, None if layer_map is None else layer_map.layer)
+    beside_z = layers.head + layers.density
+    kept = layers_of(layers.chosen, beside_z, layer, None if layer_map is None else layer_map.layer)
     keep_output = is_base or head.reads_output
     if tuple(kept) != layers.names or keep_output != backbone.keep_output:
         backbone = cut(net, kept, data.train, compute, keep_output=keep_output)
@@ -484,8 +494,12 @@ def _layers(net: nn.Module, chosen: ChosenLayer, job: FitJob) -> Layers:
     if with_checks or reads_layers:
         trial = trial_input(data.train.preprocess).to(device)
         early = tuple(early_layers(net.to(device), chosen.layers, trial))
-    beside_z = chosen.layers if data.task_type.averages_layer(settings) else ()
-    return Layers(chosen.layers, early if reads_layers else beside_z, early if with_checks else ())
+    of_head = chosen.layers if data.task_type.averages_layer(settings) else ()
+    of_density: tuple[str, ...] = ()
+    if DENSITIES[settings.density].reads == "pooled" and chosen.collapsed_penultimate is not None:
+        of_density = (chosen.collapsed_penultimate,)
+        job.say(f"density: reads {of_density[0]} too, the penultimate layer, which has collapsed")
+    return Layers(chosen.layers, early if reads_layers else of_head, of_density, early if with_checks else ())
 
 
 def _choose_map(

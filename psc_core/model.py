@@ -261,7 +261,7 @@ class FittedModel:
         if not self.preprocess.is_known:
             raise UsageError(f"a bundle has to say how files become inputs; {MAKE_KNOWN}")
         scorer, checks, layer_map = self.pipeline.scorer, self.pipeline.checks, self.pipeline.map
-        backbone, others = storable_backbone(self, graph=graph), self.head_layers[1:]
+        backbone = storable_backbone(self, graph=graph)
         files = {
             "projection": scorer.projection.state_dict(),
             "density": scorer.density.state_dict(),
@@ -280,8 +280,8 @@ class FittedModel:
             "policy": self.policy.model_dump(),
             "backbone": backbone.spec(),
             "projection": scorer.projection.config(),
-            "density": scorer.density.config(),
-            "head": {**scorer.head.config(), **({"layers": list(others)} if others else {})},
+            "density": _reading(scorer.density.config(), scorer.density_layers),
+            "head": _reading(scorer.head.config(), scorer.head_layers),
             "calibration": {"images": len(self.calibration)},
             "collapse": self.report.get("collapse"),
             "metrics": self.report.get("metrics", {}),
@@ -685,6 +685,10 @@ class PSCRegressor(FittedModel):
         def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> RegressionPrediction: ...
 
         def decide(self, outputs: Outputs[FloatArray]) -> RegressionDecisions: ...
+
+
+def _reading(config: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
+    return {**config, "layers": list(layers)} if layers else dict(config)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

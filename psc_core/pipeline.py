@@ -1,7 +1,7 @@
 """The one path from pixels to outputs, shared by calibration, evaluation and serving; docs/architecture.md draws it.
 
 Floating-point images are already the network's inputs and enter after ``standardise``.  The density reads either z or
-the averaged features; the head may read earlier layers besides z, averaged over positions.  A regression has a mean and
+averaged features; the head may read earlier layers besides z, averaged over positions.  A regression has a mean and
 two standard deviations instead of p, and no check reads its uncertainty.
 
 :class:`Scorer` does everything that needs no calibration; :class:`Pipeline` adds the OOD score and its p-value.  Shapes
@@ -61,7 +61,7 @@ class Embedding(NamedTuple):
 
     z: Float[Tensor, "batch dim"]  # projected features
     head_input: Float[Tensor, "batch _"]  # z, with the averaged features of the other layers that the head reads
-    density_input: Float[Tensor, "batch _"]  # z itself, or the chosen layer's averaged features
+    density_input: Float[Tensor, "batch _"]  # z itself, or averaged features of the chosen and other layers
     output: Float[Tensor, "batch outputs"] | None  # the network's own output, for the original network's predictions
     early: Float[Tensor, "batch _"] | None  # averaged features of the early layer, for the check "texture"
 
@@ -103,20 +103,21 @@ class Scorer(nn.Module):
         texture: Density | None = None,  # of the averaged features of the backbone's last layer
         reviewed: Reviewed | None = None,  # of the density's coordinates
         head_layers: tuple[str, ...] = (),  # that the head reads besides z
+        density_layers: tuple[str, ...] = (),  # that a density of averaged features reads besides the chosen
         added: tuple[AddedClass, ...] = (),  # the last classes of the density, which the head does not know
     ) -> None:
         super().__init__()
         for name, part in zip(("scale", "shift"), preprocess.scale_and_shift(), strict=True):
             self.register_buffer(name, part.to(projection.mean.device), persistent=False)
-        self.preprocess, self.head_layers, self.added = preprocess, head_layers, added
+        self.preprocess, self.head_layers, self.density_layers = preprocess, head_layers, density_layers
         self.backbone, self.projection, self.density = backbone, projection, density
-        self.head, self.texture, self.reviewed = head, texture, reviewed
+        self.head, self.texture, self.reviewed, self.added = head, texture, reviewed, added
         self.eval().requires_grad_(False)
 
     def replace(self, **parts: Any) -> Scorer:
         """Return a scorer with other parts, by the names of the constructor; it shares everything else."""
         modules = ("preprocess", "backbone", "projection", "density", "head", "texture", "reviewed")
-        names = (*modules, "head_layers", "added")
+        names = (*modules, "head_layers", "density_layers", "added")
         return Scorer(**{name: parts.get(name, getattr(self, name)) for name in names})
 
     @property
@@ -142,7 +143,7 @@ class Scorer(nn.Module):
         """Return the inputs of the density and the head from the output of :meth:`features`."""
         by_layer = dict(zip(self.backbone.layers, features, strict=True))
         chosen = self.backbone.layers[: len(self.projection.positions)]
-        pooled = chosen if self.density.reads == "pooled" else ()
+        pooled = (*chosen, *self.density_layers) if self.density.reads == "pooled" else ()
         early = () if self.texture is None else self.backbone.layers[-1:]
         names = dict.fromkeys((*self.head_layers, *pooled, *early))  # Each once, whatever reads it.
         averaged = {name: average_positions(by_layer[name]) for name in names}
@@ -391,10 +392,12 @@ def restore_pipeline(
     manifest, tensors = bundle.manifest, bundle.parts
     try:
         projection = Projection.restore(manifest.projection.model_dump(), tensors["projection"])
-        density = restore_density(manifest.density.model_dump(), tensors["density"])
+        density = restore_density(manifest.density.model_dump(exclude={"layers"}), tensors["density"])
         dim = len(projection.z_mean)
         if density.reads == "z" and len(density.mean) != dim:
             raise BundleError(f"expected density.sizes.dim to be {dim}, got {len(density.mean)}; fit the bundle again")
+        if density.reads == "z" and manifest.density.layers:
+            raise BundleError(f"expected no density.layers for {density.kind}, which reads z; fit the bundle again")
         heads = {**manifest.task.heads, **manifest.task.output_heads}
         head = restore(heads, manifest.head.model_dump(exclude={"layers"}), tensors["head"])
         calibration = _restore_calibration(manifest, tensors["calibration"])
@@ -428,9 +431,10 @@ def restore_pipeline(
             f"{bundle.path}: the manifest and the tensors do not fit together: {type(error).__name__}, see the log; "
             "fit the bundle again"
         ) from error
-    running, head_layers = backbone.to(device).fused(manifest.precision), tuple(manifest.head.layers)
+    running = backbone.to(device).fused(manifest.precision)
+    layers = tuple(manifest.head.layers), tuple(manifest.density.layers)
     added = tuple(AddedClass(**each.model_dump()) for each in manifest.added_classes)
-    scorer = Scorer(manifest.preprocess, running, projection, density, head, texture, reviewed, head_layers, added)
+    scorer = Scorer(manifest.preprocess, running, projection, density, head, texture, reviewed, *layers, added)
     scorer = scorer.to(device)
     return Pipeline(scorer, calibration.ood_scores, checks, layer_map, stored_images), backbone, calibration
 

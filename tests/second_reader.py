@@ -118,13 +118,16 @@ class SecondReader:
     # -- z to log p -----------------------------------------------------------------------------------------------
 
     def log_density(self, z: Array, features: list[Array]) -> Array:
-        """log p(z), or of the features averaged over positions."""
+        """log p(z), or of the features averaged over positions; ``features`` are those of all the bundle's layers."""
         density = self.tensors("density"), self.manifest["density"]["kind"]
         return self.gaussians(*density, self._density_input(z, features))
 
     def _density_input(self, z: Array, features: list[Array]) -> Array:
-        pooled = self.manifest["density"]["kind"] == "pooled++"
-        return np.concatenate([f.mean(2) for f in features], axis=1) if pooled else z
+        if self.manifest["density"]["kind"] != "pooled++":
+            return z
+        read = dict(zip(self.manifest["backbone"]["layers"], features, strict=True))
+        names = [*self.manifest["layers"], *self.manifest["density"].get("layers", [])]
+        return np.concatenate([read[name].mean(2) for name in names], axis=1)
 
     def gaussians(self, t: dict[str, Array], kind: str, z: Array) -> Array:
         """log p of what a density reads."""
@@ -234,8 +237,8 @@ class SecondReader:
             self.manifest["backbone"]["layers"],
         )
         features = [np.asarray(f, np.float64) for f in features]
-        features, early, read = features[:layers], features[-1], dict(zip(names, features, strict=True))
-        z, t, calibration = self.project(features), self.tensors("head"), self.tensors("calibration")
+        early, read = features[-1], dict(zip(names, features, strict=True))
+        z, t, calibration = self.project(features[:layers]), self.tensors("head"), self.tensors("calibration")
         log_density = self.log_density(z, features)
         ood_score = -log_density
         if "checks" in self.manifest:
@@ -261,10 +264,10 @@ class SecondReader:
         policy = self.manifest["policy"]
         features = [np.asarray(f, np.float64) for f in features]
         layers = len(self.manifest["layers"])
-        features, early = features[:layers], features[-1] if len(features) > layers else None
-        z = self.project(features)
+        chosen, early = features[:layers], features[-1] if len(features) > layers else None
+        z = self.project(chosen)
         log_density = self.log_density(z, features)
-        averaged = [f.mean(2) for f in features] if self.manifest["head"].get("layers") else []
+        averaged = [f.mean(2) for f in chosen] if self.manifest["head"].get("layers") else []
         probabilities, epistemic = self.classify(np.concatenate([z, *averaged], axis=1), logits)
         if added := self.manifest.get("added_classes"):
             t = self.tensors("density")
@@ -283,11 +286,11 @@ class SecondReader:
             ood_score, check_p_values = self.checks(early, log_density, probabilities, self._density_input(z, features))
         p_value = self.p_values(ood_score)
         is_ood, ambiguous = p_value <= policy["alpha"], entropy > policy["ambiguity_threshold"]
-        chosen = probabilities >= self.set_threshold()
-        chosen[np.arange(len(z)), probabilities.argmax(1)] = True
+        members = probabilities >= self.set_threshold()
+        members[np.arange(len(z)), probabilities.argmax(1)] = True
         decision = ["abstain_ood" if o else "abstain_ambiguous" if a else "accept"
                     for o, a in zip(is_ood, ambiguous, strict=True)]  # fmt: skip
-        classes = (probabilities, entropy, epistemic, chosen, decision)
+        classes = (probabilities, entropy, epistemic, members, decision)
         return Answer(z, log_density, p_value, check_p_values, is_ood, *classes)
 
 

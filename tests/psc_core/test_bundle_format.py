@@ -46,6 +46,7 @@ CLASSIFICATION: dict[str, tuple[str, ...]] = {
         "--density", "rmd", "--predictions", "original", "--interpolation", "bicubic", "--background", "none"),
     "vector": (
         "--layer", "6", "--head", "duq", "--density", "mahalanobis++", "--train", "mnist:DATA", "--val", "mnist:DATA"),
+    "two layers": ("--layer", "0", "--epsilon", "0.99"),
     "pooled": (
         "--layer", "0", "--c-proj", "4", "--d-proj", "4", "--max-memory", "160k", "--head", "duq", "--density", "gda"),
 }  # fmt: skip
@@ -200,7 +201,7 @@ def test_second_reader_agrees(bundles: dict[str, Path], images: torch.Tensor, na
     stored_images = psc.pipeline.stored_images
     assert (stored_images is None) == ("stored_images" not in reader.manifest)
     if stored_images is not None:
-        away = reader.thumbnail_distances(z.double().numpy(), [f.double().numpy() for f in features[: len(psc.layers)]])
+        away = reader.thumbnail_distances(z.double().numpy(), [f.double().numpy() for f in features])
         np.testing.assert_allclose(explanation["stored_distance"].numpy(), away, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(reader.standardise(images.numpy()), inputs.numpy(), rtol=1e-5, atol=1e-6)
     # So few images may show no risk, and then nothing is accepted: the threshold of this test accepts half of them.
@@ -322,7 +323,7 @@ def test_documented_fields_exist(bundles: dict[str, Path]) -> None:
     real |= {"collapse.layers", *(f"collapse.{n}" for n in ("epsilon", "granularity", "pattern", "train_examples",
                                                             "val_examples", "notes", "seed", "measure"))}  # fmt: skip
     real |= {"backbone.hooks.stop", "backbone.hooks.dropped", "target.name", "target.unit", "policy.max_width",
-             "head.layers"}  # fmt: skip
+             "head.layers", "density.layers"}  # fmt: skip
     of_tasks = {name for task in TASKS.values() for name in task.model_fields}
     known = {*Manifest.model_fields, "task", *of_tasks} - {"task_name"}
     sections = "|".join(known)
@@ -347,6 +348,9 @@ ONE = {"images": 10, "slope": 1.0, "bias": 0.0}
         ("reviewed", "checks.reviewed.stored_images", None, "others too"),
         ("reviewed", "checks.reviewed.stored_images.count", 7, "stored images"),
         ("reviewed", "density.sizes.kept", 3, "sizes"),
+        ("two layers", "density.layers", [], "backbone.layers"),
+        ("two layers", "density.layers", ["0"], "backbone.layers"),
+        ("rmd-original", "density.layers", ["4"], "density.layers for rmd"),
         ("added", "added_classes", [], "head.sizes.classes to be 12"),
         ("added", "added_classes", [ONE] * 11, "head.sizes.classes to be 1"),
         ("added", "added_classes", [{"images": 10, "slope": 0.0, "bias": 0.0}] * 2, "slope"),

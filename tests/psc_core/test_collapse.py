@@ -171,6 +171,18 @@ def test_caller_can_name_layer() -> None:
         table.choose("b")
 
 
+def test_a_density_reads_a_penultimate_layer_that_has_collapsed() -> None:
+    layers = (("a", 4, 0.9, 0.5), ("bb", 4, 0.6, 0.8), ("p", 8, 0.2, 0.7), ("o", 2, 0.1, 0.9))
+    collapsed = report(*layers)  # NC1 = ε is collapsed.
+    assert collapsed.choose().collapsed_penultimate == "p" == collapsed.choose("a").collapsed_penultimate
+    assert collapsed.choose("p").collapsed_penultimate is None
+    assert replace(collapsed, epsilon=0.19).choose("a").collapsed_penultimate is None
+    assert replace(collapsed, measure=LinearFit).choose("a").collapsed_penultimate is None
+    assert replace(collapsed.choose(), report=None).collapsed_penultimate is None
+    constant = report(*layers[:2], ("p", 8, 0.0, 0.1), layers[3])
+    assert constant.choose().collapsed_penultimate is None
+
+
 def test_json_round_trip() -> None:
     measured = report(("a", 4, 0.9, 0.5), ("p", 8, 0.1, 0.99), output=False)
     assert CollapseReport.from_json(json.loads(json.dumps(measured.to_json()))) == measured

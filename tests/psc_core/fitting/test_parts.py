@@ -48,7 +48,7 @@ def test_seed_reaches_the_head(
 
 
 def test_features_are_ordered_by_class(net: nn.Module, val: ImageDataset, projection: FittedProjection) -> None:
-    job, layers = FitJob(FitData.of(val, val), SETTINGS, SETTINGS.compute()), Layers(("4",), ("2",), ("0", "2"))
+    job, layers = FitJob(FitData.of(val, val), SETTINGS, SETTINGS.compute()), Layers(("4",), ("2",), (), ("0", "2"))
     assert layers.names == ("4", "2", "0")
     backbone = cut(net, layers.names, val, job.compute, keep_output=True)
     layers = layers._replace(output=True)
@@ -72,7 +72,7 @@ def test_features_are_ordered_by_class(net: nn.Module, val: ImageDataset, projec
 
 
 def test_a_density_may_read_z(net: nn.Module, val: ImageDataset, projection: FittedProjection) -> None:
-    settings, layers = SETTINGS.changed({"density": "gda"}), Layers(("4",), (), ())
+    settings, layers = SETTINGS.changed({"density": "gda"}), Layers(("4",), (), (), ())
     job = FitJob(FitData.of(val, val), settings, settings.compute())
     backbone = cut(net, layers.names, val, job.compute, keep_output=False)
     found, _ = read(backbone, layers, projection.projection, val, job)
