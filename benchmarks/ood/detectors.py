@@ -6,7 +6,7 @@ and entropy.
 Penultimate features (the input h of the last linear layer), all components of them:
 
 * ``gda``, ``tied``, ``gda++``, ``mahalanobis++``: a Gaussian for each class, or all with one covariance, of h or, with
-  ``++``, of h / ‖h‖;
+  ``++``, of h / ‖h‖; ``pooled++``: PSC's density, of h alone;
 * ``gda++ + entropy``: the sum with the entropy of softmax, each divided by its upper spread over validation images;
 * ``fDBD`` (Liu & Qin 2024): distance to the decision boundaries over the distance to the mean of the training features.
 """
@@ -47,7 +47,7 @@ PSC_OPTIONS: Mapping[str, Mapping[str, str]] = {  # The flags ``--density`` and 
     PAPER: {"density": "gda", "ood_score": "density"},
 }
 
-GAUSSIANS = ("gda", "tied", "gda++", "mahalanobis++")
+GAUSSIANS = ("gda", "tied", "gda++", "mahalanobis++", "pooled++")
 
 BATCH_IMAGES = 32  # On a CPU, batches of 256 images of 96 pixels take three times as long per image.
 

@@ -15,8 +15,8 @@ Column = tuple[str, str]  # A setting and the name of its OOD data.
 
 CLASSIFIERS = {"psc": "PSC", "temperature": "temperature", "dnn": "the network"}
 
-# Pairs of one density at the chosen layer and at the penultimate layer: the paper's, of z, and that of unit length.
-SKIPS = ((PAPER, "penultimate gda"), (DENSITY, "penultimate gda++"))
+# Pairs of one density with the chosen layer and at the penultimate layer alone: the paper's, of z, and the default.
+SKIPS = ((PAPER, "penultimate gda"), (DENSITY, "penultimate pooled++"))
 
 
 def fragment(record: Json) -> str:
@@ -95,17 +95,21 @@ def default_table(parts: Sequence[Json]) -> str:
 def skip_table(parts: Sequence[Json]) -> str:
     """Return AUROCs of a density at chosen and penultimate layers, and paired differences, collapsed first."""
     lines = []
-    for column, values in aurocs(parts).items():
-        of_setting = [part for part in parts if part["setting"] == column[0]]
+    for name in dict.fromkeys(part["setting"] for part in parts):
+        of_setting = [part for part in parts if part["setting"] == name]
         collapse = [statistics.mean(part[at]["nc1"][0] for part in of_setting) for at in ("penultimate", "chosen")]
-        cells = [f"{value:.3f}" for value in collapse]
-        for chosen, penultimate in SKIPS:
-            pair = values[chosen], values[penultimate]
-            differences = [there - here for there, here in zip(*pair, strict=True)]
-            cells += [f"{statistics.mean(each):.4f}" for each in pair] + [runs.plus_minus(differences)]
-        lines.append((collapse[0], [_title(column), *cells]))
+        for column, values in aurocs(of_setting).items():
+            cells = [f"{value:.3f}" for value in collapse]
+            for chosen, penultimate in SKIPS:
+                if not {chosen, penultimate} <= values.keys():
+                    cells += ["—"] * 3
+                    continue
+                pair = values[chosen], values[penultimate]
+                differences = [there - here for there, here in zip(*pair, strict=True)]
+                cells += [f"{statistics.mean(each):.4f}" for each in pair] + [runs.plus_minus(differences)]
+            lines.append((collapse[0], [_title(column), *cells]))
     header = ["setting", "penultimate NC1", "chosen's NC1"]
-    header += ["z", "penultimate", "difference", "chosen, unit length", "penultimate, unit length", "difference"]
+    header += ["z", "penultimate", "difference", "pooled++", "penultimate pooled++", "difference"]
     return runs.markdown_table(header, [line for _, line in sorted(lines)])
 
 
