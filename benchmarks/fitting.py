@@ -102,7 +102,15 @@ def _store(run: Run, trained: Trained, train: ImageDataset, **settings: str) -> 
     return kept
 
 
-def psc_of(run: Run, trained: Trained, parts: Stages, *, density: Any = "gda", ood_score: Any = "density") -> PSC:
+def psc_of(
+    run: Run,
+    trained: Trained,
+    parts: Stages,
+    *,
+    density: Any = "gda",
+    ood_score: Any = "density",
+    predictions: Any = "auto",
+) -> PSC:
     """Fit a PSC with the Laplace head; by default with the paper's density, which alone is the OOD score."""
     return fit.fit_psc(
         trained.net,
@@ -112,6 +120,7 @@ def psc_of(run: Run, trained: Trained, parts: Stages, *, density: Any = "gda", o
         trained.val,
         density=density,
         ood_score=ood_score,
+        predictions=predictions,
         settings=settings_of(run),
     )
 

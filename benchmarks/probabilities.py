@@ -8,6 +8,7 @@ images moves every ECE in the same way for all seeds, so no number of seeds aver
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -66,19 +67,21 @@ def divide(run: Run, val: Examples, test: Examples, number: int) -> tuple[Exampl
 
 def qualities(run: Run, train: Examples, val: Examples, test: Examples) -> Json:
     """Measure on ``test`` what PSC serves, its head, temperature scaling (all chosen on ``val``) and softmax."""
-    temperature = fit_temperature(val.logits, val.labels)
     head = head_of(run, train, val)
     own = fit_temperature_head(val.logits, val.labels).to(run.device)
     served = better_of(head, own, *(part.to(run.device) for part in (val.head_input, val.logits, val.labels)))
-    psc = probabilities(run, served, test)
+    return qualities_of(run, {"psc": served, "head": head}, val, test)
+
+
+def qualities_of(run: Run, heads: Mapping[str, Head], val: Examples, test: Examples) -> Json:
+    """Measure on ``test`` fitted heads, "psc" among them, temperature scaling chosen on ``val``, and softmax."""
     found = {
-        "psc": psc,
-        "head": probabilities(run, head, test),
-        "temperature": (test.logits / temperature).softmax(1),
+        **{name: probabilities(run, head, test) for name, head in heads.items()},
+        "temperature": (test.logits / fit_temperature(val.logits, val.labels)).softmax(1),
         "dnn": test.logits.softmax(1),
     }
     rows = {name: quality(each, test.labels) for name, each in found.items()}
-    return {**rows, "calibrated": {"ece": ece_when_calibrated(psc, run.seed)}}
+    return {**rows, "calibrated": {"ece": ece_when_calibrated(found["psc"], run.seed)}}
 
 
 @torch.inference_mode()

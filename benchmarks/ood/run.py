@@ -9,6 +9,7 @@ the images to fit on and the halves of the validation images; for pretrained net
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -18,11 +19,12 @@ from benchmarks.data import random_images
 from benchmarks.fitting import Penultimate
 from benchmarks.ood import detectors, peers, tables
 from benchmarks.ood.detectors import DEFAULT, PSC_OPTIONS, Detector, Images, scored
-from benchmarks.ood.settings import AT_SCALE, SETTINGS, SHIFTS, Setting
-from benchmarks.probabilities import DIVISIONS, divide, examples_of, qualities
+from benchmarks.ood.settings import AT_SCALE, MANY, SETTINGS, SHIFTS, Setting
+from benchmarks.probabilities import DIVISIONS, divide, examples_of, qualities, qualities_of
 from benchmarks.runs import Json, Run
 from psc_core import metrics
 from psc_core.data.dataset import split_validation
+from psc_core.heads.base import ClassifierHead
 from psc_core.model import PSC
 
 SHIFTED_IMAGES = 2000  # The number of test images that are shifted.
@@ -78,7 +80,7 @@ def one_setting(run: Run, setting: Setting) -> Json:
             "size": [projection.c_proj, projection.d_proj],
             "penultimate": _collapse(parts, [fitting.penultimate_layer(trained)]),
             "families": {detector.name: detector.family for detector in fitted},
-            "calibration": calibration(run, trained, pscs.default),
+            "calibration": calibration(run, trained, pscs.default, anew=setting.record != MANY),
             "outside": {name: compare(fitted, inside, images) for name, images in outside.items()},
             "shifts": shifted(run, trained, pscs.default),
         }
@@ -91,11 +93,17 @@ def _collapse(parts: fitting.Stages, names: list[str]) -> Json:
     return {"layers": names, "nc1": [layer.nc1 for layer in layers], "nc4": [layer.quality for layer in layers]}
 
 
-def calibration(run: Run, trained: Trained, psc: PSC) -> Json:
-    """Measure the probabilities of a head at PSC's layer that is fitted, as ``psc-fit`` does, on all images."""
-    train = examples_of(run, trained, psc, trained.train, logits=False)
+def calibration(run: Run, trained: Trained, psc: PSC, *, anew: bool) -> Json:
+    """Measure the probabilities of a head at PSC's layer that is fitted, as ``psc-fit`` does, on all images.
+
+    Unless ``anew``, they are those of the model as it is: with many classes a head takes many minutes.
+    """
     selection = split_validation(trained.val, run.seed)[0]
     val, test = (examples_of(run, trained, psc, data) for data in (selection, trained.test))
+    if not anew:
+        head = cast(ClassifierHead, psc.pipeline.scorer.head)
+        return {"images": len(trained.fit_on), "rows": qualities_of(run, {"psc": head}, val, test), "divided": []}
+    train = examples_of(run, trained, psc, trained.train, logits=False)
     return {
         "images": len(trained.train),
         "rows": qualities(run, train, val, test),

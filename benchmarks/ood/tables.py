@@ -125,8 +125,9 @@ def calibration_table(parts: Sequence[Json]) -> str:
             differences = [
                 statistics.mean(rows["psc"]["ece"] - rows["temperature"]["ece"] for rows in each["divided"])
                 for each in found
+                if each["divided"]
             ]
-            lines.append([setting, *cells, runs.plus_minus(differences)])
+            lines.append([setting, *cells, runs.plus_minus(differences) if differences else "—"])
     measures = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE"}
     titles = [f"{measures[metric]}, {CLASSIFIERS.get(name, 'perfectly calibrated')}" for metric, name in columns]
     return runs.markdown_table(["setting", *titles, "ECE, PSC less temperature, divided at random"], lines)
