@@ -4,26 +4,27 @@
 
     ``Σ_i −log softmax(W φ_i + b)_{y_i} + (τ / 2)(‖W‖² + ‖b‖²)``
 
-by L-BFGS with strong-Wolfe line search from a fixed start: deterministic, no step size.  Everything is float64,
-in blocks of features.  τ is chosen by selection NLL along a path from strong to weak, each fit starting from the one
-before; the fit with the chosen one is then run to :data:`TOLERANCE`.
+by Newton's method with conjugate gradients, from a fixed start: deterministic, no step size.  A step takes one pass
+over the examples, in blocks of features and float64.  τ is chosen by selection NLL along a path from strong to weak,
+each fit starting from the one before; the fit with the chosen one is then run to :data:`TOLERANCE`.
 
-:func:`variables_at` gives the variables V of the iterations.  With ``θ = [W b]``, ``φ̃ = (φ, 1)``, ``p`` the
-probabilities at the start and ``w = 1 − Σ_c p_c²``,
+With ``θ = [W b]``, ``φ̃ = (φ, 1)`` and ``p`` the probabilities at the start of a step, the curvature
 
-    ``A = Σ_i w_i φ̃_i φ̃_iᵀ / Σ_i w_i = Q_A diag(λ_A) Q_Aᵀ``
-    ``B = (1/n) Σ_i (diag p_i − p_i p_iᵀ) = Q_B diag(λ_B) Q_Bᵀ``
+    ``C = (1/m) Σ_i (diag p_i − p_i p_iᵀ) ⊗ φ̃_i φ̃_iᵀ + τ/n``
+
+is never formed.  Products with it read m examples in memory, all of them unless they are many
+(:data:`SAMPLE_VALUES`), in float32: both change the path and not the minimum.  They are taken in variables V in which C
+is near the identity, as far as a Kronecker product can make it so (KFAC, Martens & Grosse 2015, with examples weighted
+by what they contribute).  With ``w = 1 − Σ_c p_c²``,
+
+    ``A = (1/m) Σ_i φ̃_i φ̃_iᵀ = Q_A diag(λ) Q_Aᵀ``,   ``λ_A`` the diagonal of ``Q_Aᵀ (Σ_i w_i φ̃_i φ̃_iᵀ / Σ_i w_i) Q_A``
+    ``B = (1/m) Σ_i (diag p_i − p_i p_iᵀ) = Q_B diag(λ_B) Q_Bᵀ``
     ``V = √(λ_B λ_Aᵀ + τ/n) ∘ (Q_Bᵀ θ Q_A)``
 
-make the curvature at the start near the identity, as far as a Kronecker product can (KFAC, Martens & Grosse 2015, with
-examples weighted by what they contribute).  Along the path of τ, ``Q_A`` stays that of the first fit and ``λ_A``, the
-diagonal of ``Q_Aᵀ A Q_A``, is measured anew (as in EKFAC, George et al. 2018): with 1,400 features a decomposition
-takes as long as a hundred iterations.  Where the examples are many and the weights few, the exact curvature takes its
-place and needs a third of the iterations: ``V = Lᵀ vec θ``,
-``L Lᵀ = (1/n) Σ_i (diag p_i − p_i p_iᵀ) ⊗ φ̃_i φ̃_iᵀ + τ/n``.  Both are measured on about :data:`CURVATURE_EXAMPLES`
-examples, and change the path and not the minimum.  A gradient entry in V is a distance to the minimum in units of which
-√(1/n) is the statistical error of the weights; without V, and with float32 sums, iterations end in a valley where the
-last digit of a feature moves a probability by 10⁻³.
+``Q_A`` stays that of the examples, and ``λ_A`` is measured anew at every step (as in EKFAC, George et al. 2018): with
+1,400 features a decomposition takes as long as a hundred products.  A gradient entry in V is a distance to the minimum
+in units of which √(1/n) is the statistical error of the weights; without V, iterations end in a valley where the last
+digit of a feature moves a probability by 10⁻³.
 
 :func:`choose_posterior`: of a posterior ``f ~ N(μ, s²)`` over logits a head serves ``softmax(f / T)``, its logits have
 mean μ / T and variance s² / T²; probabilities, mutual information and samples all belong to it.  In the probit
@@ -45,7 +46,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Final, NamedTuple, cast
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -60,29 +61,47 @@ from psc_core.fitted import Record
 from psc_core.heads.base import ClassifierHead, ClassifierOutput, Scored, score_classes
 from psc_core.metrics import label_nll
 
-CURVATURE_EXAMPLES: Final = 8192  # that the curvature is measured on, unless the columns ask for more
-CURVATURE_EXAMPLES_PER_COLUMN: Final = 4
-MAX_SAMPLE: Final = 1 << 25  # maximum number of values of the examples that are kept along Q_A (256 MiB)
-EXACT_WEIGHTS: Final = 2048  # maximum number of weights and biases for the exact curvature (32 MiB)
-EXACT_REPEATS: Final = 4  # all examples / those measured, from which the exact curvature saves time
+SAMPLE_VALUES: Final = 1 << 25  # largest m × columns, and m × classes, that C is measured on (128 MiB each)
+ROWS: Final = 1024  # of the sample that are read at once where a copy of all would double it
+TINY: Final = 1e-30  # where all p are certain in float32, the weights w are zero
 
 
-class InputAxes(NamedTuple):
-    """``Q_A``, and examples φ̃ along it."""
+class Sample(NamedTuple):
+    """The m examples that the curvature is measured on."""
 
-    vectors: Float[Tensor, "columns columns"]
-    sample: Float[Tensor, "m columns"]
+    axes: Float[Tensor, "columns columns"]  # ``Q_A``
+    phi: Float[Tensor, "m columns"]  # φ̃ along them, float32
+
+    def probabilities(self, theta: Float[Tensor, "classes columns"]) -> Float[Tensor, "m classes"]:
+        """Return p of each example, float32."""
+        return (self.phi @ (theta @ self.axes).T.float()).softmax(dim=1)
 
 
-class KroneckerVariables(NamedTuple):
-    """``V = scale ∘ (outputsᵀ θ inputs)`` for θ = [W b]: to V, back to θ, and for gradients with respect to θ."""
+def curvature_sample(features: Float[Tensor, "n dim"] | FeatureMatrix, classes: int) -> Sample:
+    """Return one example at random from each of m equal parts: they may come in order, or repeat periodically."""
+    n, columns = len(features), features.shape[1] + 1
+    m = max(1, min(n, SAMPLE_VALUES // max(columns, classes)))
+    offset = torch.rand(m, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = ((torch.arange(m) + offset) * (n / m)).long().clamp(max=n - 1)
+    phi = torch.empty(m, columns, device=features.device)
+    moment = torch.zeros(columns, columns, dtype=torch.float64, device=features.device)
+    for chunk, block in blocks(as_matrix(features).take(rows.to(features.device)), columns=2 * columns):
+        augmented = functional.pad(block.double(), (0, 1), value=1.0)
+        phi[chunk] = augmented.float()
+        moment += augmented.T @ augmented
+    axes = linalg.eigh(moment).vectors
+    narrow = axes.float()
+    for part in torch.split(phi, ROWS):
+        part.copy_(part @ narrow)
+    return Sample(axes, phi)
+
+
+class Variables(NamedTuple):
+    """``V = scale ∘ (outputsᵀ θ inputs)`` for θ = [W b]: back to θ, and for gradients with respect to θ."""
 
     outputs: Float[Tensor, "classes classes"]
     inputs: Float[Tensor, "columns columns"]
     scale: Float[Tensor, "classes columns"]
-
-    def of(self, theta: Tensor) -> Tensor:
-        return (self.outputs.T @ theta @ self.inputs) * self.scale
 
     def theta(self, v: Tensor) -> Tensor:
         return self.outputs @ (v / self.scale) @ self.inputs.T
@@ -91,103 +110,53 @@ class KroneckerVariables(NamedTuple):
         return (self.outputs.T @ gradient @ self.inputs) / self.scale
 
 
-class ExactVariables(NamedTuple):
-    """``V = Lᵀ vec θ``, with the same three methods."""
-
-    lower: Float[Tensor, "weights weights"]
-
-    def of(self, theta: Tensor) -> Tensor:
-        return (self.lower.T @ theta.flatten()).view_as(theta)
-
-    def theta(self, v: Tensor) -> Tensor:
-        return cast(Tensor, torch.linalg.solve_triangular(self.lower.T, v.reshape(-1, 1), upper=True)).view_as(v)
-
-    def gradient(self, gradient: Tensor) -> Tensor:
-        solved = cast(Tensor, torch.linalg.solve_triangular(self.lower, gradient.reshape(-1, 1), upper=False))
-        return solved.view_as(gradient)
-
-
-Variables = KroneckerVariables | ExactVariables
-
-
-def variables_at(
-    theta: Float[Tensor, "classes columns"],
-    features: Float[Tensor, "n dim"] | FeatureMatrix,
-    *,
-    prior_precision: float,
-    axes: InputAxes | None = None,
-) -> Variables:
-    """Return V for a fit that starts at ``theta``, float64: of the exact curvature where that saves time."""
-    n = len(features)
-    if is_exact(theta, n):
-        return ExactVariables(curvature_root(theta, curvature_sample(theta, features), prior_precision / n))
-    return kronecker_variables(theta, axes or input_axes(theta, features), prior_precision / n)
-
-
-def is_exact(theta: Float[Tensor, "classes columns"], n: int) -> bool:
-    """Return whether the exact curvature saves time with n examples."""
-    return theta.numel() <= EXACT_WEIGHTS and n >= EXACT_REPEATS * sample_size(theta, n)
-
-
-def sample_size(theta: Float[Tensor, "classes columns"], n: int) -> int:
-    return min(n, max(CURVATURE_EXAMPLES, CURVATURE_EXAMPLES_PER_COLUMN * theta.shape[1]))
-
-
-def curvature_sample(
-    theta: Float[Tensor, "classes columns"], features: Float[Tensor, "n dim"] | FeatureMatrix
-) -> FeatureMatrix:
-    """Return one example at random from each of as many equal parts: they may come in order, or repeat periodically."""
-    n, count = len(features), sample_size(theta, len(features))
-    offset = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return as_matrix(features).take(((torch.arange(count) + offset) * (n / count)).long().to(features.device))
-
-
-def augmented_blocks(
-    theta: Float[Tensor, "classes columns"], sample: FeatureMatrix, columns: int
-) -> Iterator[tuple[Float[Tensor, "m columns"], Float[Tensor, "m classes"]]]:
-    """Yield φ̃ and p, a block at a time."""
-    for _, block in blocks(sample, columns=columns):
-        augmented = functional.pad(block.to(theta.dtype), (0, 1), value=1.0)
-        yield augmented, (augmented @ theta.T).softmax(dim=1)
-
-
-def input_axes(theta: Float[Tensor, "classes columns"], features: Float[Tensor, "n dim"] | FeatureMatrix) -> InputAxes:
-    """Return the axes of A at ``theta``."""
-    classes, columns = theta.shape
-    sample, moment = curvature_sample(theta, features), theta.new_zeros(columns, columns)
-    for phi, p in augmented_blocks(theta, sample, columns + classes):
-        moment += (phi * (1 - p.square().sum(1, keepdim=True))).T @ phi
-    vectors = linalg.eigh(moment).vectors
-    kept = min(len(sample), max(1, MAX_SAMPLE // columns))
-    shown = sample.take(torch.linspace(0, len(sample) - 1, kept).round().long().to(features.device))
-    return InputAxes(
-        vectors, torch.cat([phi @ vectors for phi, _ in augmented_blocks(theta, shown, columns + classes)])
+def variables_at(p: Float[Tensor, "m classes"], sample: Sample, *, ridge: float) -> Variables:
+    """Return V, float64, where the examples of a sample have the probabilities ``p``; ``ridge`` is τ/n."""
+    outputs, weights = p.sum(0).diag() - p.T @ p, (1 - p.square().sum(1)).clamp(min=0)
+    total = sum(
+        w @ phi.square() for w, phi in zip(torch.split(weights, ROWS), torch.split(sample.phi, ROWS), strict=True)
     )
+    values = (total / weights.sum().clamp(min=TINY)).double()
+    b = linalg.eigh(outputs.double() / len(p))
+    scale = (torch.outer(b.values.clamp(min=0), values) + ridge).sqrt()
+    return Variables(b.vectors, sample.axes, scale)
 
 
-def kronecker_variables(theta: Float[Tensor, "classes columns"], axes: InputAxes, ridge: float) -> KroneckerVariables:
-    p = (axes.sample @ (theta @ axes.vectors).T).softmax(dim=1)
-    outputs, weights = p.sum(0).diag() - p.T @ p, 1 - p.square().sum(1)
-    values = weights @ axes.sample.square() / outputs.trace()
-    b = linalg.eigh(outputs / len(p))
-    return KroneckerVariables(b.vectors, axes.vectors, (torch.outer(b.values, values) + ridge).sqrt())
+class Curvature(NamedTuple):
+    """C in V, float32."""
+
+    p: Float[Tensor, "m classes"]
+    phi: Float[Tensor, "m columns"]  # of the sample
+    outputs: Float[Tensor, "classes classes"]  # of V
+    scale: Float[Tensor, "classes columns"]  # of V
+    ridge: float  # τ/n
+
+    def times(self, v: Float[Tensor, "classes columns"]) -> Float[Tensor, "classes columns"]:
+        along = self.outputs @ (v / self.scale)
+        weighted = (self.phi @ along.T).mul_(self.p)
+        spread = weighted.sub_(self.p * weighted.sum(1, keepdim=True))
+        return self.outputs.T @ (spread.T @ self.phi / len(self.p) + self.ridge * along) / self.scale
 
 
-def curvature_root(
-    theta: Float[Tensor, "classes columns"], sample: FeatureMatrix, ridge: float
-) -> Float[Tensor, "weights weights"]:
-    """Return the Cholesky factor of the curvature with ``ridge`` on its diagonal."""
-    classes, columns = theta.shape
-    total = theta.new_zeros(classes, columns, classes * columns)
-    for phi, p in augmented_blocks(theta, sample, 4 * columns):
-        for c in range(classes):
-            weights = p[:, c, None] * -p[:, : c + 1]
-            weights[:, c] += p[:, c]
-            total[c, :, : (c + 1) * columns] += phi.T @ (weights[:, :, None] * phi[:, None]).flatten(1)
-    lower = total.view(classes * columns, -1).tril_() / len(sample)
-    whole = lower + lower.tril(-1).T
-    whole.diagonal().add_(ridge)
-    return cast(Tensor, torch.linalg.cholesky(whole))
+def newton_direction(
+    curvature: Curvature,
+    downhill: Float[Tensor, "classes columns"],  # minus the gradient in V
+    tolerance: float,
+) -> Float[Tensor, "classes columns"]:
+    """Return Δ in V, float64, with ``C Δ ≈ downhill``: the closer, the smaller the gradient is."""
+    residual = downhill.float()
+    direction, search, size = torch.zeros_like(residual), residual, residual.square().sum()
+    enough = min(INEXACT, float(size) ** 0.25) ** 2 * size
+    for _ in range(PRODUCTS):
+        product = curvature.times(search)
+        step = size / (search * product).sum()
+        direction += step * search
+        residual = residual - step * product
+        before, size = size, residual.square().sum()
+        if size <= enough or residual.abs().max() <= tolerance / 3:
+            break
+        search = residual + size / before * search
+    return direction.double()
 
 
 TEMPERATURES: Final = (0.01, 100.0)  # range of T; logits that are right on every selection image would drive T to 0
@@ -266,10 +235,14 @@ def choose_temperature(
 
 
 PRIOR_PRECISIONS: Final = (1e4, 1e3, 1e2, 1e1, 1e0, 1e-1, 1e-2)  # τ, for features of unit variance
-ITERATIONS: Final = 200  # maximum number of L-BFGS iterations for one precision
-PATH_TOLERANCE: Final = 1e-4  # the same along the path of τ: selection NLLs are accurate to 10⁻⁴ nats
+STEPS: Final = 100  # maximum number of Newton steps for one precision
+PRODUCTS: Final = 500  # maximum number of products with C in a step
+INEXACT: Final = 0.25  # largest remaining error of a step, relative to the gradient
+PATH_TOLERANCE: Final = 1e-4  # the next along the path of τ: selection NLLs are accurate to 10⁻⁴ nats
 TOLERANCE: Final = 3e-7  # largest gradient entry at the chosen τ: its probabilities are accurate to about 10⁻⁵
-PAIRS: Final = 20  # number of steps and gradients that L-BFGS remembers
+LENGTHS: Final = tuple(0.5**k for k in range(30))  # of a step, the first that lowers the objective
+SUFFICIENT: Final = 1e-4  # of the slope that a step has to gain (Armijo 1966)
+ROUNDING: Final = 1e-13  # of the objective, relative
 
 
 class SoftmaxFit(NamedTuple):
@@ -308,11 +281,11 @@ def choose_softmax(
     """
 
     origin = torch.zeros(num_classes, train.shape[1] + 1, dtype=torch.float64, device=train.device)
-    axes = None if is_exact(origin, len(train)) else input_axes(origin, train)
+    sample = curvature_sample(train, num_classes)
 
     def fit(prior_precision: float, start: Tensor, tolerance: float) -> SoftmaxFit:
         weight, bias = fit_softmax(
-            train, train_labels, prior_precision=prior_precision, start=start, tolerance=tolerance, axes=axes
+            train, train_labels, prior_precision=prior_precision, start=start, tolerance=tolerance, sample=sample
         )
         found = SoftmaxFit(weight, bias, prior_precision, math.nan)
         return found._replace(selection_nll=nll(found.logits(selection), selection_labels).mean().item())
@@ -341,28 +314,29 @@ def fit_softmax(
     prior_precision: float,  # τ > 0, or the minimum may be at infinity
     start: Float[Tensor, "classes columns"],  # initial ``[W b]``
     tolerance: float = TOLERANCE,  # largest gradient entry, in V, that ends the iterations
-    axes: InputAxes | None = None,  # by default those at the start
+    sample: Sample | None = None,  # by default as many of these examples as fit
 ) -> tuple[Float[Tensor, "classes dim"], Float[Tensor, " classes"]]:
     """Fit weights and bias for one prior precision, float64."""
-    variables = variables_at(start, features, prior_precision=prior_precision, axes=axes)
-    v = variables.of(start).requires_grad_()
-    optimiser = torch.optim.LBFGS(
-        [v],
-        max_iter=ITERATIONS,
-        tolerance_grad=tolerance,
-        tolerance_change=tolerance**2,
-        history_size=PAIRS,
-        line_search_fn="strong_wolfe",
-    )
-
-    def closure() -> Tensor:
-        loss, gradient = objective(variables.theta(v.detach()), features, labels, prior_precision=prior_precision)
-        v.grad = variables.gradient(gradient)
-        return loss
-
-    optimiser.step(closure)  # type: ignore[no-untyped-call, unused-ignore]
-    solution = variables.theta(v.detach())
-    return solution[:, :-1], solution[:, -1]
+    theta, ridge = start, prior_precision / len(features)
+    sample = curvature_sample(features, len(start)) if sample is None else sample
+    loss, gradient = objective(theta, features, labels, prior_precision=prior_precision)
+    for _ in range(STEPS):
+        p = sample.probabilities(theta)
+        variables = variables_at(p, sample, ridge=ridge)
+        downhill = -variables.gradient(gradient)
+        if downhill.abs().max() <= tolerance:
+            break
+        curvature = Curvature(p, sample.phi, variables.outputs.float(), variables.scale.float(), ridge)
+        direction = newton_direction(curvature, downhill, tolerance)
+        change, slope = variables.theta(direction), float((downhill * direction).sum())
+        for length in LENGTHS:
+            found = objective(theta + length * change, features, labels, prior_precision=prior_precision)
+            if float(found[0] - loss) <= ROUNDING * float(loss) - SUFFICIENT * length * slope:
+                break
+        else:  # Rounding hides what is left to gain.
+            break
+        theta, (loss, gradient) = theta + length * change, found
+    return theta[:, :-1], theta[:, -1]
 
 
 def objective(

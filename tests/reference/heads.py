@@ -18,8 +18,11 @@ def softmax_objective(theta: Tensor, phi: Tensor, labels: Tensor, precision: flo
     return (nll + 0.5 * precision * theta.square().sum()) / len(phi)
 
 
-def softmax_curvature(theta: Tensor, phi: Tensor, ridge: float, *, exact: bool) -> Tensor:
-    """Dense curvature of the objective in ``θ.flatten()``, or the Kronecker product in its place, by loops."""
+def softmax_curvature(theta: Tensor, phi: Tensor, ridge: float, axes: Tensor | None = None) -> Tensor:
+    """Dense curvature of the objective in ``θ.flatten()``, or a Kronecker product in its place, by loops.
+
+    The input factor of the product keeps its variances along ``axes`` alone.
+    """
     classes, columns = theta.shape
     whole, outputs = theta.new_zeros(theta.numel(), theta.numel()), theta.new_zeros(classes, classes)
     inputs, total = theta.new_zeros(columns, columns), 0.0
@@ -31,7 +34,10 @@ def softmax_curvature(theta: Tensor, phi: Tensor, ridge: float, *, exact: bool) 
         outputs += fisher / len(phi)
         inputs += weight * outer
         total += weight
-    curvature = whole if exact else torch.kron(outputs, inputs / total)
+    curvature = whole
+    if axes is not None:
+        along = torch.diag(torch.diag(axes.T @ (inputs / total) @ axes))
+        curvature = torch.kron(outputs, axes @ along @ axes.T)
     return curvature + ridge * torch.eye(len(curvature), dtype=torch.float64)
 
 
@@ -132,7 +138,7 @@ def length_scale(
         for _ in range(20):  # Newton
             loss = softmax_objective(theta, psi, labels, precision)
             (gradient,) = torch.autograd.grad(loss, theta)
-            curvature = softmax_curvature(theta.detach(), psi, precision / n, exact=True)
+            curvature = softmax_curvature(theta.detach(), psi, precision / n)
             step = torch.linalg.solve(curvature, gradient.flatten()).view_as(theta)
             theta = (theta - step).detach().requires_grad_()
         found = theta.detach()

@@ -84,8 +84,7 @@ def maximum_bytes(images: int) -> int:
 def test_memory_does_not_grow_with_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "CHUNK_ELEMENTS", 1 << 16)
     monkeypatch.setattr(features, "KEPT", 1 << 30)  # Else features are kept up to a quarter of the budget.
-    monkeypatch.setattr(softmax, "CURVATURE_EXAMPLES", 500)
-    monkeypatch.setattr(softmax, "CURVATURE_EXAMPLES_PER_COLUMN", 1)
+    monkeypatch.setattr(softmax, "SAMPLE_VALUES", 577 * 500)
     monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1e2, 1e1))
     few, many = 1100, 1700  # rows of 576 columns: more than any block, and than the sample of the curvature
     growth = (maximum_bytes(many) - maximum_bytes(few)) / (many - few)

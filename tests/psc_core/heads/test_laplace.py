@@ -207,7 +207,7 @@ def test_mutual_information_matches_samples(dim: int, classes: int) -> None:
 
 
 def test_memory_with_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(softmax, "ITERATIONS", 2)
+    monkeypatch.setattr(softmax, "STEPS", 2)
     monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1.0,))
     monkeypatch.setattr(softmax, "STRONGER", (1.0,))
     dim, classes, examples = 512, 500, 500
@@ -219,5 +219,4 @@ def test_memory_with_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert output.probabilities.shape == (64, classes)
     assert output.epistemic.isfinite().all()
     weights = classes * (dim + 1)
-    assert largest.elements <= max(dim * dim, 100 * weights)  # L-BFGS keeps pairs of gradients
-    assert largest.elements < classes * weights
+    assert largest.elements <= 3 * weights < classes * weights

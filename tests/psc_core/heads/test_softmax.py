@@ -50,50 +50,70 @@ def test_chooses_the_best_selection_nll() -> None:
         assert chosen.selection_nll <= nll + 1e-4
 
 
+def in_float64(phi: Tensor, classes: int) -> softmax.Sample:
+    sample = softmax.curvature_sample(phi, classes)
+    augmented = torch.cat([phi, torch.ones(len(phi), 1, dtype=phi.dtype)], dim=1)
+    torch.testing.assert_close(sample.phi.double(), augmented @ sample.axes, rtol=1e-4, atol=1e-5)
+    return sample._replace(phi=augmented @ sample.axes)
+
+
 @settings(max_examples=15)
-@given(st.integers(1, 4), st.integers(2, 4), SEEDS, st.sampled_from([0.1, 10.0]), st.booleans())
-def test_variables_invert_and_flatten_the_curvature(
-    dim: int, classes: int, seed: int, prior_precision: float, exact: bool
+@given(st.integers(1, 4), st.integers(2, 4), SEEDS, st.sampled_from([0.1, 10.0]))
+def test_variables_flatten_the_curvature_at_the_origin(
+    dim: int, classes: int, seed: int, prior_precision: float
 ) -> None:
-    """There and back; gradients by the chain rule; curvature near the identity."""
+    """Gradients by the chain rule; with the same p for every image the curvature is a Kronecker product."""
     random = torch.Generator().manual_seed(seed)
     phi = torch.randn(40, dim, generator=random, dtype=torch.float64)
     labels = torch.randint(0, classes, (40,), generator=random)
-    theta = float(exact) * torch.randn(classes, dim + 1, generator=random, dtype=torch.float64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(softmax, "CURVATURE_EXAMPLES", 40)
-        patch.setattr(softmax, "EXACT_REPEATS", 1 if exact else 2)
-        variables = softmax.variables_at(theta, phi, prior_precision=prior_precision)
-    assert isinstance(variables, softmax.ExactVariables if exact else softmax.KroneckerVariables)
-    v = variables.of(theta)
-    torch.testing.assert_close(variables.theta(v), theta)
+    sample, p = in_float64(phi, classes), torch.full((40, classes), 1 / classes, dtype=torch.float64)
+    variables = softmax.variables_at(p, sample, ridge=prior_precision / 40)
 
     def loss(at: Tensor) -> Tensor:
         return naive.softmax_objective(variables.theta(at), phi, labels, prior_precision)
 
-    _, gradient = softmax.objective(theta, phi, labels, prior_precision=prior_precision)
+    v = torch.zeros(classes, dim + 1, dtype=torch.float64)
+    _, gradient = softmax.objective(v, phi, labels, prior_precision=prior_precision)
     (expected,) = torch.autograd.grad(loss(v.requires_grad_()), v)
     torch.testing.assert_close(variables.gradient(gradient), expected)
     curvature = torch.autograd.functional.hessian(loss, v.detach()).reshape(v.numel(), -1)
-    # with the same p for every image, as at θ = 0, the curvature is a Kronecker product
     torch.testing.assert_close(curvature, torch.eye(v.numel(), dtype=torch.float64), rtol=0, atol=1e-8)
 
 
 @settings(max_examples=15)
-@given(st.integers(1, 4), st.integers(2, 4), SEEDS, st.sampled_from([0.1, 10.0]), st.booleans())
-def test_variables_match_the_dense_curvature(
-    dim: int, classes: int, seed: int, prior_precision: float, exact: bool
-) -> None:
-    """``‖V‖² = vec(θ)ᵀ C vec(θ)`` in any direction, away from θ = 0 too."""
-    random = torch.Generator().manual_seed(seed)
+@given(st.integers(1, 4), st.integers(2, 4), SEEDS, st.sampled_from([0.1, 10.0]))
+def test_steps_solve_the_dense_curvature(dim: int, classes: int, seed: int, prior_precision: float) -> None:
+    """``‖V‖² = vec(θ)ᵀ K vec(θ)`` with the Kronecker product K, and ``C Δ = −gradient`` with the curvature C."""
+    random, ridge = torch.Generator().manual_seed(seed), prior_precision / 30
     phi = torch.randn(30, dim, generator=random, dtype=torch.float64)
     theta = torch.randn(classes, dim + 1, generator=random, dtype=torch.float64)
+    sample = in_float64(phi, classes)
+    p = (torch.cat([phi, torch.ones(30, 1, dtype=phi.dtype)], dim=1) @ theta.T).softmax(1)
+    torch.testing.assert_close(sample._replace(phi=sample.phi.float()).probabilities(theta), p.float())
+    variables = softmax.variables_at(p, sample, ridge=ridge)
+    flat = torch.randn(5, classes * (dim + 1), generator=random, dtype=torch.float64)
+    product = naive.softmax_curvature(theta, phi, ridge, axes=sample.axes)
+    back = torch.stack([variables.theta(v.view_as(theta)).flatten() for v in flat])
+    torch.testing.assert_close(flat.square().sum(1), torch.einsum("ni,ij,nj->n", back, product, back))
+
+    gradient = flat[0].view_as(theta)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(softmax, "CURVATURE_EXAMPLES", 30)
-        patch.setattr(softmax, "EXACT_REPEATS", 1 if exact else 2)
-        variables = softmax.variables_at(theta, phi, prior_precision=prior_precision)
-    curvature = naive.softmax_curvature(theta, phi, prior_precision / 30, exact=exact)
-    directions = torch.randn(5, classes, dim + 1, generator=random, dtype=torch.float64)
-    lengths = torch.stack([variables.of(direction).square().sum() for direction in directions])
-    flat = directions.flatten(1)
-    torch.testing.assert_close(lengths, torch.einsum("ni,ij,nj->n", flat, curvature, flat))
+        patch.setattr(softmax, "INEXACT", 1e-3)
+        of_variables = variables.outputs.float(), variables.scale.float()
+        curvature = softmax.Curvature(p.float(), sample.phi.float(), *of_variables, ridge)
+        direction = softmax.newton_direction(curvature, variables.gradient(gradient), tolerance=0.0)
+    expected = torch.linalg.solve(naive.softmax_curvature(theta, phi, ridge), flat[0])
+    error = (variables.theta(direction).flatten() - expected).norm()
+    assert error < 0.01 * expected.norm()
+
+
+def test_a_curvature_of_few_examples_leads_to_the_same_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    z, labels = images(400, 5, 4)
+    start = torch.zeros(4, 6, dtype=torch.float64)
+    weight, _ = softmax.fit_softmax(z, labels, prior_precision=0.1, start=start)
+    monkeypatch.setattr(softmax, "SAMPLE_VALUES", 6 * 100)
+    few, bias = softmax.fit_softmax(z, labels, prior_precision=0.1, start=start)
+    assert len(softmax.curvature_sample(z, 4).phi) == 100
+    torch.testing.assert_close(few, weight, rtol=1e-4, atol=1e-4)
+    theta = torch.cat([few, bias[:, None]], dim=1)
+    assert softmax.objective(theta, z.double(), labels, prior_precision=0.1)[1].abs().max() < 1e-5
