@@ -10,12 +10,13 @@ each fit starting from the one before; the fit with the chosen one is then run t
 
 With ``θ = [W b]``, ``φ̃ = (φ, 1)`` and ``p`` the probabilities at the start of a step, the curvature
 
-    ``C = (1/m) Σ_i (diag p_i − p_i p_iᵀ) ⊗ φ̃_i φ̃_iᵀ + τ/n``
+    ``C = (1/n) Σ_i (diag p_i − p_i p_iᵀ) ⊗ φ̃_i φ̃_iᵀ + τ/n``
 
-is never formed.  Products with it read m examples in memory, all of them unless they are many
-(:data:`SAMPLE_VALUES`), in float32: both change the path and not the minimum.  They are taken in variables V in which C
-is near the identity, as far as a Kronecker product can make it so (KFAC, Martens & Grosse 2015, with examples weighted
-by what they contribute).  With ``w = 1 − Σ_c p_c²``,
+is never formed.  Products with it are float32, which changes the path and not the minimum, and read the examples from
+memory where they fit (:data:`KEPT_VALUES`).  (A part of the examples will not do in their place: where they are few for
+the weights, steps are too long in all directions that the part does not show.)  Products are taken in variables V in
+which C is near the identity, as far as a Kronecker product can make it so (KFAC, Martens & Grosse 2015, with examples
+weighted by what they contribute).  With ``w = 1 − Σ_c p_c²``, and sums over m of the examples,
 
     ``A = (1/m) Σ_i φ̃_i φ̃_iᵀ = Q_A diag(λ) Q_Aᵀ``,   ``λ_A`` the diagonal of ``Q_Aᵀ (Σ_i w_i φ̃_i φ̃_iᵀ / Σ_i w_i) Q_A``
     ``B = (1/m) Σ_i (diag p_i − p_i p_iᵀ) = Q_B diag(λ_B) Q_Bᵀ``
@@ -61,13 +62,14 @@ from psc_core.fitted import Record
 from psc_core.heads.base import ClassifierHead, ClassifierOutput, Scored, score_classes
 from psc_core.metrics import label_nll
 
-SAMPLE_VALUES: Final = 1 << 25  # largest m × columns, and m × classes, that C is measured on (128 MiB each)
+SAMPLE_VALUES: Final = 1 << 24  # largest m × columns, and m × classes, that V is measured on (64 MiB each)
+KEPT_VALUES: Final = 1 << 26  # largest n × dim, and n × classes, that products with C keep (256 MiB each)
 ROWS: Final = 1024  # of the sample that are read at once where a copy of all would double it
 TINY: Final = 1e-30  # where all p are certain in float32, the weights w are zero
 
 
 class Sample(NamedTuple):
-    """The m examples that the curvature is measured on."""
+    """The m examples that V is measured on."""
 
     axes: Float[Tensor, "columns columns"]  # ``Q_A``
     phi: Float[Tensor, "m columns"]  # φ̃ along them, float32
@@ -122,20 +124,40 @@ def variables_at(p: Float[Tensor, "m classes"], sample: Sample, *, ridge: float)
     return Variables(b.vectors, sample.axes, scale)
 
 
-class Curvature(NamedTuple):
-    """C in V, float32."""
+def in_float32(features: Float[Tensor, "n dim"] | FeatureMatrix) -> FeatureMatrix:
+    """Return the features in float32, in memory if they fit."""
+    matrix = as_matrix(features)
+    narrow = matrix.map(lambda block: block.float(), matrix.shape[1], torch.float32)
+    if len(matrix) * matrix.shape[1] > KEPT_VALUES:
+        return narrow
+    return as_matrix(torch.cat([block for _, block in blocks(narrow)]))
 
-    p: Float[Tensor, "m classes"]
-    phi: Float[Tensor, "m columns"]  # of the sample
-    outputs: Float[Tensor, "classes classes"]  # of V
-    scale: Float[Tensor, "classes columns"]  # of V
-    ridge: float  # τ/n
+
+class Curvature:
+    """C in V at one θ, float32."""
+
+    def __init__(
+        self, theta: Float[Tensor, "classes columns"], features: FeatureMatrix, variables: Variables, *, ridge: float
+    ) -> None:
+        self.theta, self.features, self.ridge = theta.float(), features, ridge
+        self.variables = Variables(*(part.float() for part in variables))
+        self.kept: Tensor | None = None  # p of all examples
+        if len(features) * len(theta) <= KEPT_VALUES:
+            self.kept = torch.cat([self.probabilities(phi) for _, phi in blocks(features, columns=len(theta))])
+
+    def probabilities(self, phi: Float[Tensor, "m dim"]) -> Float[Tensor, "m classes"]:
+        return functional.linear(phi, self.theta[:, :-1], self.theta[:, -1]).softmax(dim=1)
 
     def times(self, v: Float[Tensor, "classes columns"]) -> Float[Tensor, "classes columns"]:
-        along = self.outputs @ (v / self.scale)
-        weighted = (self.phi @ along.T).mul_(self.p)
-        spread = weighted.sub_(self.p * weighted.sum(1, keepdim=True))
-        return self.outputs.T @ (spread.T @ self.phi / len(self.p) + self.ridge * along) / self.scale
+        along, n = self.variables.theta(v), len(self.features)
+        total = self.ridge * along
+        for chunk, phi in blocks(self.features, columns=len(along)):
+            p = self.probabilities(phi) if self.kept is None else self.kept[chunk]
+            weighted = functional.linear(phi, along[:, :-1], along[:, -1]).mul_(p)
+            spread = weighted.sub_(p * weighted.sum(1, keepdim=True)).div_(n)
+            total[:, :-1] += spread.T @ phi
+            total[:, -1] += spread.sum(0)
+        return self.variables.gradient(total)
 
 
 def newton_direction(
@@ -281,11 +303,11 @@ def choose_softmax(
     """
 
     origin = torch.zeros(num_classes, train.shape[1] + 1, dtype=torch.float64, device=train.device)
-    sample = curvature_sample(train, num_classes)
+    examples = curvature_sample(train, num_classes), in_float32(train)
 
     def fit(prior_precision: float, start: Tensor, tolerance: float) -> SoftmaxFit:
         weight, bias = fit_softmax(
-            train, train_labels, prior_precision=prior_precision, start=start, tolerance=tolerance, sample=sample
+            train, train_labels, prior_precision=prior_precision, start=start, tolerance=tolerance, examples=examples
         )
         found = SoftmaxFit(weight, bias, prior_precision, math.nan)
         return found._replace(selection_nll=nll(found.logits(selection), selection_labels).mean().item())
@@ -314,20 +336,18 @@ def fit_softmax(
     prior_precision: float,  # τ > 0, or the minimum may be at infinity
     start: Float[Tensor, "classes columns"],  # initial ``[W b]``
     tolerance: float = TOLERANCE,  # largest gradient entry, in V, that ends the iterations
-    sample: Sample | None = None,  # by default as many of these examples as fit
+    examples: tuple[Sample, FeatureMatrix] | None = None,  # those that V is measured on, and all in float32
 ) -> tuple[Float[Tensor, "classes dim"], Float[Tensor, " classes"]]:
     """Fit weights and bias for one prior precision, float64."""
     theta, ridge = start, prior_precision / len(features)
-    sample = curvature_sample(features, len(start)) if sample is None else sample
+    sample, narrow = examples or (curvature_sample(features, len(start)), in_float32(features))
     loss, gradient = objective(theta, features, labels, prior_precision=prior_precision)
     for _ in range(STEPS):
-        p = sample.probabilities(theta)
-        variables = variables_at(p, sample, ridge=ridge)
+        variables = variables_at(sample.probabilities(theta), sample, ridge=ridge)
         downhill = -variables.gradient(gradient)
         if downhill.abs().max() <= tolerance:
             break
-        curvature = Curvature(p, sample.phi, variables.outputs.float(), variables.scale.float(), ridge)
-        direction = newton_direction(curvature, downhill, tolerance)
+        direction = newton_direction(Curvature(theta, narrow, variables, ridge=ridge), downhill, tolerance)
         change, slope = variables.theta(direction), float((downhill * direction).sum())
         for length in LENGTHS:
             found = objective(theta + length * change, features, labels, prior_precision=prior_precision)

@@ -85,6 +85,7 @@ def test_memory_does_not_grow_with_images(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(features, "CHUNK_ELEMENTS", 1 << 16)
     monkeypatch.setattr(features, "KEPT", 1 << 30)  # Else features are kept up to a quarter of the budget.
     monkeypatch.setattr(softmax, "SAMPLE_VALUES", 577 * 500)
+    monkeypatch.setattr(softmax, "KEPT_VALUES", 576 * 500)
     monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", (1e2, 1e1))
     few, many = 1100, 1700  # rows of 576 columns: more than any block, and than the sample of the curvature
     growth = (maximum_bytes(many) - maximum_bytes(few)) / (many - few)

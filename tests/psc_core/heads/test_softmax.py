@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -81,8 +83,8 @@ def test_variables_flatten_the_curvature_at_the_origin(
 
 
 @settings(max_examples=15)
-@given(st.integers(1, 4), st.integers(2, 4), SEEDS, st.sampled_from([0.1, 10.0]))
-def test_steps_solve_the_dense_curvature(dim: int, classes: int, seed: int, prior_precision: float) -> None:
+@given(st.integers(1, 4), st.integers(2, 4), SEEDS, st.sampled_from([0.1, 10.0]), st.sampled_from([0, 1 << 26]))
+def test_steps_solve_the_dense_curvature(dim: int, classes: int, seed: int, prior_precision: float, kept: int) -> None:
     """``‖V‖² = vec(θ)ᵀ K vec(θ)`` with the Kronecker product K, and ``C Δ = −gradient`` with the curvature C."""
     random, ridge = torch.Generator().manual_seed(seed), prior_precision / 30
     phi = torch.randn(30, dim, generator=random, dtype=torch.float64)
@@ -99,21 +101,39 @@ def test_steps_solve_the_dense_curvature(dim: int, classes: int, seed: int, prio
     gradient = flat[0].view_as(theta)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(softmax, "INEXACT", 1e-3)
-        of_variables = variables.outputs.float(), variables.scale.float()
-        curvature = softmax.Curvature(p.float(), sample.phi.float(), *of_variables, ridge)
+        patch.setattr(softmax, "KEPT_VALUES", kept)
+        curvature = softmax.Curvature(theta, softmax.in_float32(phi), variables, ridge=ridge)
         direction = softmax.newton_direction(curvature, variables.gradient(gradient), tolerance=0.0)
     expected = torch.linalg.solve(naive.softmax_curvature(theta, phi, ridge), flat[0])
     error = (variables.theta(direction).flatten() - expected).norm()
     assert error < 0.01 * expected.norm()
 
 
-def test_a_curvature_of_few_examples_leads_to_the_same_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("values", [0, 6 * 100])
+def test_memory_limits_lead_to_the_same_minimum(values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     z, labels = images(400, 5, 4)
     start = torch.zeros(4, 6, dtype=torch.float64)
     weight, _ = softmax.fit_softmax(z, labels, prior_precision=0.1, start=start)
-    monkeypatch.setattr(softmax, "SAMPLE_VALUES", 6 * 100)
+    monkeypatch.setattr(softmax, "SAMPLE_VALUES", values)
+    monkeypatch.setattr(softmax, "KEPT_VALUES", values)
     few, bias = softmax.fit_softmax(z, labels, prior_precision=0.1, start=start)
-    assert len(softmax.curvature_sample(z, 4).phi) == 100
+    assert len(softmax.curvature_sample(z, 4).phi) == max(1, values // 6)
     torch.testing.assert_close(few, weight, rtol=1e-4, atol=1e-4)
     theta = torch.cat([few, bias[:, None]], dim=1)
     assert softmax.objective(theta, z.double(), labels, prior_precision=0.1)[1].abs().max() < 1e-5
+
+
+def test_few_examples_for_the_weights_take_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    (z, y), (z_val, y_val) = images(400, 100, 40), images(200, 100, 40, seed=1)
+    passes = 0
+
+    def counted(*args: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+        nonlocal passes
+        passes += 1
+        return objective(*args, **settings)
+
+    objective = softmax.objective
+    monkeypatch.setattr(softmax, "objective", counted)
+    monkeypatch.setattr(softmax, "SAMPLE_VALUES", 101 * 200)
+    softmax.choose_softmax(z, y, z_val, y_val, num_classes=40)
+    assert passes <= 60
