@@ -28,6 +28,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     "cifar10_uq": ("paper.md", cifar10_uq.fragment),
     "ood": ("ood.md", ood.fragment),
     "ood-pretrained": ("pretrained.md", ood.fragment),
+    "ood-many": ("many.md", ood.fragment),
     "reviewed": ("recalibration.md", reviewed.table),
     "regression": ("regression.md", regression.fragment),
     "device-cpu": ("device.md", device.fragment),
