@@ -102,15 +102,7 @@ def _store(run: Run, trained: Trained, train: ImageDataset, **settings: str) -> 
     return kept
 
 
-def psc_of(
-    run: Run,
-    trained: Trained,
-    parts: Stages,
-    *,
-    density: Any = "gda",
-    ood_score: Any = "density",
-    predictions: Any = "auto",
-) -> PSC:
+def psc_of(run: Run, trained: Trained, parts: Stages, **changes: Any) -> PSC:
     """Fit a PSC with the Laplace head; by default with the paper's density, which alone is the OOD score."""
     return fit.fit_psc(
         trained.net,
@@ -118,10 +110,8 @@ def psc_of(
         parts.projection,
         trained.fit_on,
         trained.val,
-        density=density,
-        ood_score=ood_score,
-        predictions=predictions,
         settings=settings_of(run),
+        **{"density": "gda", "ood_score": "density", **changes},
     )
 
 

@@ -102,7 +102,7 @@ def skip_table(parts: Sequence[Json]) -> str:
         for column, values in aurocs(of_setting).items():
             cells = [f"{value:.3f}" for value in collapse]
             for chosen, alone in SKIPS:
-                pair = values[chosen], next(values[name] for name in alone if name in values)
+                pair = values[chosen], next(values[other] for other in alone if other in values)
                 differences = [there - here for there, here in zip(*pair, strict=True)]
                 cells += [f"{statistics.mean(each):.4f}" for each in pair] + [runs.plus_minus(differences)]
             lines.append((collapse[0], [_title(column), *cells]))

@@ -59,7 +59,7 @@ from psc_core.compute import track
 from psc_core.errors import NetworkError
 from psc_core.features import FeatureMatrix, as_matrix, blocks
 from psc_core.fitted import Record
-from psc_core.heads.base import ClassifierHead, ClassifierOutput, Scored, score_classes
+from psc_core.heads.base import ClassifierHead, ClassifierOutput, Scored, in_memory, score_classes
 from psc_core.metrics import label_nll
 
 SAMPLE_VALUES: Final = 1 << 24  # largest m × columns, and m × classes, that V is measured on (64 MiB each)
@@ -126,11 +126,11 @@ def variables_at(p: Float[Tensor, "m classes"], sample: Sample, *, ridge: float)
 
 def in_float32(features: Float[Tensor, "n dim"] | FeatureMatrix) -> FeatureMatrix:
     """Return the features in float32, in memory if they fit."""
-    matrix = as_matrix(features)
-    narrow = matrix.map(lambda block: block.float(), matrix.shape[1], torch.float32)
-    if len(matrix) * matrix.shape[1] > KEPT_VALUES:
-        return narrow
-    return as_matrix(torch.cat([block for _, block in blocks(narrow)]))
+    if isinstance(features, Tensor):
+        return as_matrix(features.float())
+    if len(features) * features.shape[1] <= KEPT_VALUES:
+        return as_matrix(in_memory(features))
+    return features.map(lambda block: block.float(), features.shape[1], torch.float32)
 
 
 class Curvature:
@@ -143,7 +143,7 @@ class Curvature:
         self.variables = Variables(*(part.float() for part in variables))
         self.kept: Tensor | None = None  # p of all examples
         if len(features) * len(theta) <= KEPT_VALUES:
-            self.kept = torch.cat([self.probabilities(phi) for _, phi in blocks(features, columns=len(theta))])
+            self.kept = in_memory(features.map(self.probabilities, len(theta), torch.float32))
 
     def probabilities(self, phi: Float[Tensor, "m dim"]) -> Float[Tensor, "m classes"]:
         return functional.linear(phi, self.theta[:, :-1], self.theta[:, -1]).softmax(dim=1)
