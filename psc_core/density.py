@@ -30,7 +30,10 @@ With ``m_k`` the class means and ``S_k`` the class covariances in these coordina
 
 **Relative.**  What is subtracted, a weight times the log-density of one Gaussian for all images, is subtracted from
 ``log π_k + log N_k`` too; the result is a log-ratio in nats.  It takes away what is unusual in a way that says nothing
-about classes (Ren et al. 2021).  With the weight 1, images far from all classes are told less well.
+about classes (Ren et al. 2021).  With the weight 1, images far from all classes are told less well.  ``pooled++`` lets
+the squared distance from all images count up to a limit, which 99 % of the held-out images (without them, of the
+training images) keep.  Without it the ratio rises with the distance where the covariance of a class is more than twice
+that of all images, and one odd image in a class is enough for that.
 
 **Components.**  With ``cov(z) = U diag(λ) Uᵀ`` (denominator n − 1, λ descending), y is ``(z − mean(z)) U[:, :P]``: an
 orthonormal projection, so ``log p(y)`` is in the units of z.  P, unless the caller gives it, is the smallest of:
@@ -67,7 +70,7 @@ need no more (Chan, Golub & LeVeque 1983): m_k more images of class k, with the 
     ``Σ'_k = ((n_k − 1) Σ_k + B_k) / (n_k + m_k − 1)``
     ``W'   = ((n − K) I + Σ_k B_k) / (n + m − K)``           pooled within classes: it was the identity
 
-and in the same way the covariance of all images that ``rmd`` subtracts.  The new coordinates are
+and in the same way the covariance of all images (the limit stays).  The new coordinates are
 ``w' = (w − δ) W'^(−1/2)``, δ the mean of all, so that the pooled covariance is the identity again.  This is the fit to
 all images, except that the components stay, that a covariance that was shrunk is extended as it is (more images
 outweigh that in time), and that where images have several labels n_k counts labelled examples in the degrees of
@@ -166,7 +169,10 @@ class Density(Fitted):
         if not self.background_weight:
             return joint
         # In float64: far from the data both terms are large and nearly equal.
-        background = self.background_constant - 0.5 * (w @ self.background.to(w.dtype)).square().sum(dim=1)
+        squares = (w @ self.background.to(w.dtype)).square().sum(dim=1)
+        if BACKGROUND_LIMIT in self.layout:
+            squares = squares.minimum(self.background_limit.to(w.dtype))
+        background = self.background_constant - 0.5 * squares
         return (joint - self.background_weight * background[:, None]).float()
 
     def explain(self, z: Float[Tensor, "batch dim"]) -> DensityExplanation:
@@ -253,13 +259,15 @@ class UnitLengthDensity(ClasswiseDensity):
 
 # Whitens w under one Gaussian for all images, and its constant: the tensors of a density with a ``background_weight``.
 BACKGROUND: Final = {"background": ("kept", "kept"), "background_constant": ()}
+BACKGROUND_LIMIT: Final = "background_limit"  # the tensor () that limits the squared distance from all images
+WITHIN_LIMIT: Final = 0.99  # part of the held-out images that it leaves as they are
 
 
 class PooledDensity(UnitLengthDensity):
     """:class:`UnitLengthDensity` of features averaged over positions, relative to all images."""
 
     kind = "pooled++"
-    layout: ClassVar = {**UnitLengthDensity.layout, **BACKGROUND}
+    layout: ClassVar = {**UnitLengthDensity.layout, **BACKGROUND, BACKGROUND_LIMIT: ()}
     background_weight = 0.5
     reads = "pooled"
     minimum_variance = 1e-6
@@ -522,6 +530,8 @@ def extend_density(
         tensors["background"] = torch.linalg.inv(torch.linalg.cholesky(covariance)).T
         change = torch.linalg.slogdet(covariance)[1] + within.log_det - torch.linalg.slogdet(before)[1]
         tensors["background_constant"] = density.background_constant - 0.5 * change
+    if BACKGROUND_LIMIT in density.layout:
+        tensors[BACKGROUND_LIMIT] = density.background_limit
     return Extended(type(density)(tensors, record=record).to(device), offset, turn)
 
 
@@ -609,6 +619,10 @@ def fit_density(
     if family.background_weight:  # In x the Gaussian for all images has the mean 0 and the covariance I, and x = w V⁻¹.
         of_kind["background"] = torch.linalg.inv(pooled.inverse.root)
         of_kind["background_constant"] = torch.tensor(-0.5 * pooled.volume, device=pooled.means.device)
+    if BACKGROUND_LIMIT in family.layout:
+        x = pooled.x if apart is None else as_matrix(apart[0] @ of_kind["background"])
+        squares = x.map(lambda part: part.square().sum(1, keepdim=True), 1, torch.float64)[:].flatten()
+        of_kind[BACKGROUND_LIMIT] = squares.sort().values[math.ceil(WITHIN_LIMIT * len(squares)) - 1]
     tensors = {"mean": projection.mean, "basis": projection.whitening @ pooled.inverse.root, **of_kind}
     record: Record = {
         EXAMPLES: len(z),

@@ -140,7 +140,8 @@ class SecondReader:
             raise Rejected(kind)
         joint = t["constants"] - (difference**2).sum(2) / 2
         if kind in ("rmd", "pooled++"):
-            background = t["background_constant"] - ((w @ t["background"]) ** 2).sum(1) / 2
+            squares = np.minimum(((w @ t["background"]) ** 2).sum(1), t.get("background_limit", np.inf))
+            background = t["background_constant"] - squares / 2
             joint -= {"rmd": 1, "pooled++": 0.5}[kind] * background[:, None]
         return _log_sum_exp(joint)
 

@@ -13,9 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import MultivariateNormal
+from torch.nn import functional
 
 from psc_core import density, metrics
 from psc_core.density import (
+    BACKGROUND_LIMIT,
     DENSITIES,
     EXAMPLES,
     TIED_WEIGHTS,
@@ -245,6 +247,26 @@ def test_keeps_informative_directions_of_many_small_classes(kind: str) -> None:
     assert found > 0.99  # with as many components as a class has images beyond one, 4, it is 0.51 to 0.56
 
 
+def test_an_odd_image_of_a_class_does_not_make_others_like_it_ordinary() -> None:
+    z, labels = images(300, 6, 6)
+    direction = torch.eye(6)[0]
+    z[:, 0] = 0.01 * z[:, 0]
+    z[0] = 40 * direction  # The class 0 varies more than twice as much in this direction as all images.
+    model = fit_density(Examples(z, labels, 6), kind="pooled++")
+    odd = functional.normalize(z[1:] + torch.linspace(2, 40, 299)[:, None] * direction)
+    ordinary = model(z[1:]).log_density
+    assert metrics.auroc(-ordinary, -model(odd).log_density) > 0.99
+    assert metrics.auroc(-ordinary, -without_limit(model)(odd).log_density) < 0.5
+
+
+def test_the_limit_leaves_held_out_images_as_they_are() -> None:
+    z, labels = images(800, 6, 3)
+    held_out = Examples(z[400:], labels[400:], 3)
+    model = fit_density(Examples(z[:400], labels[:400], 3), kind="pooled++", held_out=held_out)
+    before = model(z[400:]).log_density
+    assert int((without_limit(model)(z[400:]).log_density > before).sum()) == 4  # One in a hundred lies farther away.
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ignores_constant_and_repeated_columns(kind: str) -> None:
     z, labels = images(500, 5, 3)
@@ -350,6 +372,9 @@ def test_extended_is_the_fit_to_all_images_where_components_stay(kind: str) -> N
     whole = fit_density(Examples(z, labels, CLASSES), kind=kind, pca=DIM)
     assert whole.record[EXAMPLES] == found.density.record[EXAMPLES] == 1200
     far = torch.cat([z[:20], 3 * z[:5], -z[5:10]])
+    assert_the_limit_stays(fitted, found.density)
+    for each in (found.density, whole):
+        without_limit(each)
     torch.testing.assert_close(found.density(far).class_log_joint, whole(far).class_log_joint, rtol=1e-4, atol=2e-3)
     torch.testing.assert_close(
         found.density.explain(far).class_distances, whole.explain(far).class_distances, rtol=1e-4, atol=1e-3
@@ -386,7 +411,8 @@ def assert_is_the_twin(
     w, w_more = fitted.coordinates(z), fitted.coordinates(more).repeat(times, 1)
     nothing = naive.extended_log_joint(own, centres, covariances, pooled, w_more[:0], labels[:0], w)
     expected = naive.extended_log_joint(own, centres, covariances, pooled, w_more, labels.repeat(times), w)
-    got, before = (each(z).class_log_joint.double() for each in (found, fitted))
+    assert_the_limit_stays(fitted, found)
+    got, before = (without_limit(each)(z).class_log_joint.double() for each in (found, fitted))
     rise, twin = got - before, expected - nothing
     if weight := naive.BACKGROUND.get(fitted.kind):  # The background is the same for every class.
         background = torch.linalg.inv(state["background"].double() @ state["background"].double().T)
@@ -397,6 +423,21 @@ def assert_is_the_twin(
         twin -= weight * (all_after - all_before)
     scale = float(got.abs().max() + before.abs().max())
     torch.testing.assert_close(rise, twin, rtol=1e-3, atol=2e-3 + 2e-6 * scale)
+
+
+def assert_the_limit_stays(fitted: Density, found: Density) -> None:
+    assert all(
+        torch.equal(tensor, found.state_dict()[name])
+        for name, tensor in fitted.state_dict().items()
+        if name == BACKGROUND_LIMIT
+    )
+
+
+def without_limit(of: Density) -> Density:
+    """Let every squared distance from all images count in full."""
+    if BACKGROUND_LIMIT in of.layout:
+        of.get_buffer(BACKGROUND_LIMIT).fill_(torch.inf)
+    return of
 
 
 class SpreadDensity(TiedDensity):

@@ -44,10 +44,14 @@ def shrunk(sample: Tensor, target: Tensor, degrees_of_freedom: int) -> Tensor:
     return (1 - rho) * sample + rho * (trace / d) * target
 
 
-def log_normal(y: Tensor, mean: Tensor, covariance: Tensor) -> float:
-    """``log N(y; mean, covariance)``."""
+def squared_distance(y: Tensor, mean: Tensor, covariance: Tensor) -> float:
     difference = y - mean
-    squared = (difference @ torch.linalg.inv(covariance) @ difference).item()
+    return (difference @ torch.linalg.inv(covariance) @ difference).item()
+
+
+def log_normal(y: Tensor, mean: Tensor, covariance: Tensor, limit: float = math.inf) -> float:
+    """``log N(y; mean, covariance)``, with a squared distance of at most ``limit``."""
+    squared = min(limit, squared_distance(y, mean, covariance))
     return -0.5 * (squared + torch.logdet(covariance).item() + len(y) * math.log(2 * math.pi))
 
 
@@ -84,8 +88,11 @@ def class_log_joint(
         for scatter, n, own in zip(scatters, counts, owners, strict=True):
             covariances.append(shrunk(scatter / n * len(own) / (len(own) - 1), pooled, len(own) - 1))
     joint = torch.empty(len(y), classes, dtype=torch.float64)
+    centre, limit = torch.zeros_like(means[0]), math.inf
+    if kind == "pooled++":
+        limit = sorted(squared_distance(each, centre, total) for each in y_train)[math.ceil(0.99 * len(y_train)) - 1]
     for i in range(len(y)):
-        background = BACKGROUND.get(kind, 0.0) * log_normal(y[i], torch.zeros_like(y[i]), total)
+        background = BACKGROUND.get(kind, 0.0) * log_normal(y[i], centre, total, limit)
         for k in range(classes):
             own = log_normal(y[i], means[k], covariances[k])
             joint[i, k] = math.log(counts[k] / len(train)) + own - background
