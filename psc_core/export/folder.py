@@ -118,4 +118,47 @@ const images = new ort.Tensor("uint8", pixels, [1, {height}, {width}, {channels}
 const answers = await session.run({{ images }});
 console.log(`decision ${{answers.decision.data[0]}}, p-value ${{answers.ood_p_value.data[0]}}`);
 ```
+
+In C++, with ONNX Runtime's headers and library:
+
+```cpp
+#include <cstdint>
+#include <iostream>
+#include <vector>
+#include <onnxruntime_cxx_api.h>
+
+int main() {{
+  Ort::Env env(ORT_LOGGING_LEVEL_ERROR);
+  Ort::Session session(env, ORT_TSTR("{GRAPH}"), Ort::SessionOptions{{}});
+  std::vector<uint8_t> pixels({height} * {width} * {channels});
+  const int64_t shape[] = {{1, {height}, {width}, {channels}}};
+  auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
+  auto images = Ort::Value::CreateTensor<uint8_t>(memory, pixels.data(), pixels.size(), shape, 4);
+  const char *inputs[] = {{"{PIXELS}"}}, *outputs[] = {{"decision", "ood_p_value"}};
+  auto answers = session.Run(Ort::RunOptions{{}}, inputs, &images, 1, outputs, 2);
+  std::cout << "decision " << *answers[0].GetTensorData<int64_t>();
+  std::cout << ", p-value " << *answers[1].GetTensorData<float>() << std::endl;
+}}
+```
+
+In C#, with the package `Microsoft.ML.OnnxRuntime`:
+
+```cs
+using System;
+using Microsoft.ML.OnnxRuntime;
+using Microsoft.ML.OnnxRuntime.Tensors;
+
+class Program
+{{
+    static void Main()
+    {{
+        using var session = new InferenceSession("{GRAPH}");
+        var pixels = new byte[{height} * {width} * {channels}];
+        var images = new DenseTensor<byte>(pixels, new[] {{ 1, {height}, {width}, {channels} }});
+        var inputs = new[] {{ NamedOnnxValue.CreateFromTensor("{PIXELS}", images) }};
+        using var answers = session.Run(inputs, new[] {{ "decision", "ood_p_value" }});
+        Console.WriteLine($"decision {{answers[0].AsTensor<long>()[0]}}, p-value {{answers[1].AsTensor<float>()[0]}}");
+    }}
+}}
+```
 """

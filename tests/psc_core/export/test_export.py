@@ -41,6 +41,7 @@ from tests.psc_core.cli.support import run
 from tools import forge
 
 BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
+CPP = os.environ.get("ORT_CPP", "")  # the folder of onnxruntime_cxx_api.h
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,22 @@ def test_the_readme_runs(folder: Path) -> None:
     assert output_of_readme(folder).startswith("abstain_ood 0.0")
     for name in ("alpha", "ambiguity_threshold", "coverage"):
         assert f"`{name}` (" in (folder / README).read_text()
+
+
+@pytest.mark.skipif(not CPP, reason="ORT_CPP names no headers of onnxruntime")
+def test_the_readme_runs_in_cpp(folder: Path, tmp_path: Path) -> None:
+    (block,) = re.findall(r"```cpp\n(.*?)```", (folder / README).read_text(), re.DOTALL)
+    (tmp_path / "main.cpp").write_text(block)
+    (library,) = Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*")
+    (tmp_path / "libonnxruntime.so.1").symlink_to(library)
+    compiled = ["g++", "-std=c++17", f"-I{CPP}", tmp_path / "main.cpp", library, f"-Wl,-rpath,{tmp_path}"]
+    subprocess.run([*compiled, "-o", tmp_path / "main"], check=True)
+    said = subprocess.run([tmp_path / "main"], cwd=folder, capture_output=True, text=True, check=True).stdout
+    session = onnxruntime.InferenceSession(folder / GRAPH)
+    black = {PIXELS: np.zeros((1, *load_file(folder / VECTORS)[PIXELS].shape[1:]), np.uint8)}
+    (decision,), (p_value,) = session.run(["decision", "ood_p_value"], black)
+    assert re.fullmatch(rf"decision {decision}, p-value ([\d.e-]+)\n", said)
+    assert float(said.split()[-1]) == pytest.approx(p_value, rel=1e-5)
 
 
 def test_proof_travels_along(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
