@@ -78,6 +78,17 @@ def distances(x: Float[Tensor, "*batch n dim"], y: Float[Tensor, "*other m dim"]
     return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
 
 
+def inner_products(matrix: Float[Tensor, "*batch m m"], y: Float[Tensor, "*batch m k"]) -> Float[Tensor, "*batch k k"]:
+    """Return ``yᵀ A⁻¹ y`` of positive definite A; ONNX solves no equations, so there rows of A are eliminated."""
+    if torch.compiler.is_exporting():
+        rest: Tensor = torch.cat([torch.cat([matrix, y], -1), functional.pad(-y.mT, (0, y.shape[-1]))], -2)
+        for _ in range(matrix.shape[-1]):  # Each first row is subtracted from those below, so that its column vanishes.
+            rest = rest[..., 1:, 1:] - rest[..., 1:, :1] * (rest[..., :1, 1:] / rest[..., :1, :1])
+        return rest
+    half: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky_ex(matrix).L, y, upper=False)
+    return half.mT @ half
+
+
 def positions(
     ascending: Float[Tensor, "*checks n"], values: Float[Tensor, "*checks batch"], *, right: bool = False
 ) -> Int[Tensor, "*checks batch"]:

@@ -74,8 +74,6 @@ def export_graphs(model: FittedModel, files: Sequence[str] = (GRAPH, ANY_SIZE)) 
         raise UsageError(f"a graph has to say how files become inputs; {MAKE_KNOWN}")
     if model.pipeline.scorer.precision != "fp32":
         raise UsageError("an ONNX graph computes in float32, and this model in bfloat16; fit it with precision fp32")
-    if not (head := model.pipeline.scorer.head).has_graph:
-        raise UsageError(f"ONNX lacks operations of the head {head.kind!r}; fit the model with another head")
     network = load_from_string(storable_backbone(model, graph=True).onnx or b"")
     if network.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1:
         raise UsageError(f"the network of {model.name} takes one image at a time; fit one with a dynamic batch axis")

@@ -50,7 +50,6 @@ class Head(Fitted):
     score_names: ClassVar[tuple[str, ...]]  # of the task, in the order of their columns
     reads_output: ClassVar[bool] = False  # the network's own output, and no features
     reads_layers: ClassVar[bool] = False  # earlier layers besides z, averaged over positions
-    has_graph: ClassVar[bool] = True  # whether ONNX has its operations
     has_temperature: ClassVar[bool] = False  # whether it has a temperature that can be chosen again
     epistemic_unit: ClassVar[str] = ""  # unit of the epistemic uncertainty, for display; empty where there is none
 

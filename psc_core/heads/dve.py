@@ -50,7 +50,7 @@ from psc_core.errors import FitError
 from psc_core.features import FeatureMatrix, blocks
 from psc_core.heads.base import RegressionData, RegressionHead, RegressionOutput
 from psc_core.heads.blr import fit_posterior, gaussian_nll, scale_posterior, selection_record
-from psc_core.linalg import distances, eigh, fix_signs
+from psc_core.linalg import distances, eigh, fix_signs, inner_products
 
 BLOCK: Final = 1 << 13  # number of neighbour images that distances are computed to at once
 IMAGES: Final = 256  # number of images that are answered at once
@@ -82,7 +82,6 @@ class DeepVecchiaHead(RegressionHead):
     """
 
     kind = "dve"
-    has_graph = False  # ONNX solves no linear equations
     reads_layers = True
     layout: ClassVar = {
         "center": ("dim",),
@@ -156,9 +155,9 @@ class DeepVecchiaHead(RegressionHead):
             found = nearest_points(x, points, self.m)
             mean, variance = condition(x, points[found.positions], self.values[found.positions], signal, noise)
             means.append(mean)
-            variances.append(variance + noise.double())
+            variances.append(variance + exact(noise))
             nearest.append(Neighbours(found.positions[:, :SHOWN], found.squared[:, :SHOWN]))
-        variance, signal, noise = torch.stack(variances), self.signal.double()[:, None], self.noise.double()[:, None]
+        variance, signal, noise = torch.stack(variances), exact(self.signal)[:, None], exact(self.noise)[:, None]
         learned = 0.5 * ((signal + noise) / variance).log()
         weight = learned.clamp(min=0) + LEAST_WEIGHT
         weight = weight / weight.sum(0)
@@ -169,7 +168,7 @@ class DeepVecchiaHead(RegressionHead):
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> RegressionOutput:
         parts, deviation = [], self.value_scale * self.deviation_factor
-        for part in torch.split(z, IMAGES):
+        for part in [z] if torch.compiler.is_exporting() else torch.split(z, IMAGES):
             product = self.product(part)
             left = (product.variance - product.noise).clamp(min=0)
             mean = self.value_center + self.value_scale * product.mean.float()
@@ -199,7 +198,7 @@ def nearest_points(
     With ``before``, only the first ``before[i]`` points count for row i; where there are fewer than m, the rest of its
     neighbours are at distance ∞.
     """
-    best, index = x.new_empty(len(x), 0), torch.empty(len(x), 0, dtype=torch.int64, device=x.device)
+    best, index = x.new_empty(x.shape[0], 0), torch.empty(x.shape[0], 0, dtype=torch.int64, device=x.device)
     for start in range(0, len(points), BLOCK):
         block = points[start : start + BLOCK]
         here = torch.arange(start, start + len(block), device=x.device)
@@ -215,6 +214,11 @@ def nearest_points(
     squared = squared.masked_fill(best.isinf(), math.inf)
     squared, order = squared.sort(dim=1)
     return Neighbours(index.gather(1, order), squared)
+
+
+def exact(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Return ``x`` in float64, except in a graph, which computes in float32."""
+    return x if torch.compiler.is_exporting() else x.double()
 
 
 def matern(
@@ -233,18 +237,14 @@ def condition(
     noise: Float[Tensor, ""],
     known: Float[Tensor, "batch m"] | None = None,
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-    """Return the process at ``x`` given its neighbours, float64; ``known`` is 0 for those to ignore."""
-    x, neighbours, values = x.double(), neighbours.double(), values.double()
-    signal, noise = signal.double(), noise.double()
+    """Return the process at ``x`` given its neighbours, :func:`exact`; ``known`` is 0 for those to ignore."""
+    x, neighbours, values, signal, noise = (exact(part) for part in (x, neighbours, values, signal, noise))
     across, inside = signal * matern(neighbours, x[:, None])[..., 0], signal * matern(neighbours, neighbours)
     if known is not None:
         across, values, inside = across * known, values * known, inside * known[:, :, None] * known[:, None]
     inside = inside + noise * torch.eye(inside.shape[1], dtype=inside.dtype, device=inside.device)
-    root = torch.linalg.cholesky_ex(inside).L
-    both = torch.stack([across, values], dim=2)
-    half = torch.linalg.solve_triangular(root, both, upper=False)
-    mean = (half[..., 0] * half[..., 1]).sum(1)
-    return mean, (signal - half[..., 0].square().sum(1)).clamp(min=0)
+    products = inner_products(inside, torch.stack([across, values], dim=2))
+    return products[:, 0, 1], (signal - products[:, 0, 0]).clamp(min=0)
 
 
 MAX_REDUCED: Final = 64  # maximum number of axes that a layer is reduced to

@@ -540,9 +540,10 @@ def test_a_network_that_takes_one_image_at_a_time_is_refused(fit: Fit, tiny_job:
 
 
 @pytest.mark.thorough
-def test_readme_and_answers_of_a_regression(angle_bundle: Path, tmp_path: Path) -> None:
-    words = ["--bundle", str(angle_bundle), "--out", str(tmp_path / "out"), "--allow-factories", *forge.ALLOW]
-    assert cli.main(words) == 0
+@pytest.mark.parametrize("fitted", ["angle_bundle", "neighbours_bundle"])
+def test_readme_and_answers_of_a_regression(fitted: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    words = ["--bundle", str(request.getfixturevalue(fitted)), "--out", str(tmp_path / "out")]
+    assert cli.main([*words, "--allow-factories", *forge.ALLOW]) == 0
     decision, numbers = output_of_readme(tmp_path / "out").splitlines()
     mean, lower, upper = map(float, numbers.split())
     assert decision.startswith("abstain_ood") and lower < mean < upper

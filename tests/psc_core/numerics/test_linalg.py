@@ -206,7 +206,12 @@ def test_what_is_exported_is_what_is_computed(monkeypatch: pytest.MonkeyPatch) -
     x, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
     served = [linalg.positions(ascending, values, right=right) for right in (False, True)]
     apart = linalg.distances(x, y), linalg.distances(x.expand(2, 5, 3), y.expand(2, 4, 3))
+    root = torch.randn(2, 6, 6, dtype=torch.float64)
+    matrix, columns = root @ root.mT + 0.1 * torch.eye(6), torch.randn(2, 6, 3, dtype=torch.float64)
+    products = linalg.inner_products(matrix, columns)
+    torch.testing.assert_close(products, columns.mT @ torch.linalg.inv(matrix) @ columns)
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    torch.testing.assert_close(linalg.inner_products(matrix, columns), products)
     for right in (False, True):
         assert torch.equal(linalg.positions(ascending, values, right=right), served[right])
     torch.testing.assert_close(linalg.distances(x, y), apart[0])
