@@ -35,7 +35,8 @@ types: $(VENV)/.dev
 layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-docs: $(VENV)/.dev              ## the documentation site, in site/
+docs: $(VENV)/.dev              ## the documentation site, in site/; where npm is installed, with the demo
+	if command -v npm > /dev/null; then npm install --silent --prefix out/npm onnxruntime-web@1; fi
 	$(BIN)/mkdocs build
 
 OPERATOR := deploy/kustomize/overlays/prometheus-operator

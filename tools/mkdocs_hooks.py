@@ -1,5 +1,6 @@
 """What the site has beside ``docs/``: results, examples, the notebook and the changelog, each from its one file.
 
+Where ``make docs`` found npm, the site carries the shipped bundle as a page that runs in the reader's browser.
 Sphinx's roles in docstrings become plain code in the Python reference.
 """
 
@@ -12,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from app import export_cli
 
 ROOT = Path(__file__).parents[1]
+RUNTIME = ROOT / "out" / "npm" / "node_modules" / "onnxruntime-web"
+TRY_IT = '<a href="demo/">Try it on digits in your browser</a>: no image leaves it. Or '
 NOTEBOOK = "from-images-to-service"
 _ROLE = re.compile(r":[a-z]+:<code>~?\.?([^<]*)</code>")
 
@@ -59,9 +66,19 @@ def notebook() -> dict[str, str | bytes]:
     return {f"{NOTEBOOK}.md": "\n\n".join(lines), **found}
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return the page with links to the notebook's page instead of its file."""
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Return the page with links to the notebook's page instead of its file, and the first one with the demo."""
+    if page.file.src_uri == "index.md" and RUNTIME.is_dir():
+        markdown = markdown.replace("Try it on digits: ", TRY_IT)
     return markdown.replace(f"({NOTEBOOK}.ipynb)", f"({NOTEBOOK}.md)")
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write the demo."""
+    if RUNTIME.is_dir():
+        words = ["--bundle", str(ROOT / "artifacts" / "dirty-mnist-resnet18"), "--runtime", str(RUNTIME)]
+        if export_cli.main([*words, "--for", "web", "--out", str(Path(config.site_dir) / "demo")]):
+            raise PluginError("the demo was not written; the line above says why")
 
 
 def on_page_content(html: str, **_: Any) -> str:
