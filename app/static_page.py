@@ -10,6 +10,7 @@ examples.json, examples/
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from importlib.resources import files
 from pathlib import Path
@@ -32,9 +33,10 @@ _POLICY: Final = (
 
 # Of a page that was opened as a file, no script runs.
 _NOTE: Final = (
-    '<p id="local" class="muted small" role="status">The model is being loaded into this browser. If this line stays, '
-    "the page was opened as a file: it needs a web server.</p>"
+    '<p id="local" class="muted small" role="status">The model is being loaded into this browser, once. If this line '
+    "stays long after that, JavaScript is off, or the page was opened as a file: it needs a web server.</p>"
 )
+_OF_SERVICE: Final = re.compile(r"  <noscript>.*?</noscript>\n|    <nav aria-label=\"More\">.*?</nav>\n")
 
 
 def find_runtime(folder: Path) -> Path:
@@ -70,7 +72,7 @@ def write_page(model: FittedModel, folder: Path, *, runtime: Path, examples: Pat
     described = describe_model(model, model.policy, name=model.name, backend="onnxruntime-web", models=[model.name])
     about = described.model_dump(mode="json") | {"decisions": model.calibration.decision_names, "report": {}}
     (folder / "model.json").write_text(json.dumps(about))
-    page = (_PAGE / "index.html").read_text(encoding="utf-8")
+    page = _OF_SERVICE.sub("", (_PAGE / "index.html").read_text(encoding="utf-8"))
     policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n  '
     start = '<script type="module" src="page/page.js">'
     page = page.replace(start, policy + start.replace("page.js", "local.js"))

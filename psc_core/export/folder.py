@@ -79,6 +79,7 @@ def _readme(model: FittedModel) -> str:
     of_classes = 'print([about["classes"][k] for k in answers["prediction_set"][0].nonzero()[0]])'
     of_numbers = 'print(*(answers[name][0] for name in ("mean", "lower", "upper")))'
     line = of_classes if model.num_probabilities else of_numbers
+    decisions = ", ".join(f"{at} `{name}`" for at, name in enumerate(model.calibration.decision_names))
     title = "".join(each if each.isprintable() else " " for each in model.name)
     title = re.sub(r"[\\`*_\[\]<>&#~|]", r"\\\g<0>", title)  # what Markdown reads
     inputs = ", ".join(f"`{name}` ({value:.6g})" for name, value in defaults(model).items())
@@ -89,8 +90,8 @@ def _readme(model: FittedModel) -> str:
 * Input `{PIXELS}` of `{GRAPH}`: uint8 (n, {height}, {width}, {channels}), resized and cropped as `preprocess` in the
   metadata says. `{ANY_SIZE}` takes images of any size, those of a batch alike.
   Mean and standard deviation are applied inside.
-* Thresholds, inputs that may be left out: {inputs}.
-* Output `decision`: a position in `decisions` of the metadata. The other outputs are named as in the service's answers.
+* Thresholds, float32 inputs that may be left out: {inputs}.
+* Output `decision`: {decisions}. The other outputs are named as in the service's answers.
 * `psc-export --check .` compares the runtimes of a machine on `{VECTORS}`.
 
 ```python
@@ -119,7 +120,7 @@ const answers = await session.run({{ images }});
 console.log(`decision ${{answers.decision.data[0]}}, p-value ${{answers.ood_p_value.data[0]}}`);
 ```
 
-In C++, with ONNX Runtime's headers and library:
+In C++, with ONNX Runtime's headers and library (`g++ -std=c++17 main.cpp -lonnxruntime`):
 
 ```cpp
 #include <cstdint>
@@ -141,7 +142,7 @@ int main() {{
 }}
 ```
 
-In C#, with the package `Microsoft.ML.OnnxRuntime`:
+In C# (`dotnet add package Microsoft.ML.OnnxRuntime`):
 
 ```cs
 using System;

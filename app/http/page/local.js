@@ -49,7 +49,7 @@ globalThis.fetch = async (path, { body } = {}) => {
 };
 
 // What needs a service.
-for (const node of document.querySelectorAll('#views a[href="#live"], footer nav')) node.remove();
+for (const node of document.querySelectorAll('#views a[href="#live"]')) node.remove();
 
 async function predict(file) {
   const { name, version, layer, policy, ...about } = await model;
