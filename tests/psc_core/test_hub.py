@@ -220,7 +220,9 @@ def test_the_card(hub: Hub, shipped: PSC) -> None:
     headline = shipped.policy.headline(metrics)
     assert headline[1:] in card.text and "Classes: 10 (0, 1," in card.text
     assert "On 4000 images" in card.text and "| with PSC | 0.8812 | 0.3329 | 0.0102 |" in card.text
-    assert "turned 0.992, upside_down 0.869" in card.text
+    checks = metrics["checks"]
+    (auroc,) = (each["auroc"] for each in checks["options"] if each["checks"] == checks["chosen"])
+    assert ", ".join(map("{} {:.3f}".format, checks["kinds"], auroc)) in card.text
     assert "Stores 300 training images" in card.text
     assert f'PSC.from_pretrained("{NAME}")' in card.text
     assert f"hf download {NAME} --local-dir bundle && psc-serve --bundle bundle\n" in card.text
