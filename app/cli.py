@@ -26,7 +26,7 @@ from app.settings import BACKLOG, Settings, load_settings
 from app.tracing import log_config
 from psc_core import __version__
 from psc_core.allocator import let_waiting_threads_sleep
-from psc_core.errors import ExitCode, PSCError, UsageError
+from psc_core.errors import ExitCode, PSCError, UsageError, why_no_bundle
 from psc_core.network import LIBRARIES
 
 logger = logging.getLogger("psc.cli")
@@ -123,7 +123,7 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError("no bundle to serve; pass --bundle DIR, or --demo")
     for name, path in settings.named_bundles:
         if not (path / "manifest.json").is_file():
-            raise UsageError(f"bundle {name}: there is no {path / 'manifest.json'}; make a bundle with psc-fit")
+            raise UsageError(f"bundle {name}: {why_no_bundle(path)}")
     _check_tls(settings.tls_certificate, settings.tls_key)
     for name, path in settings.named_bundles:
         check_factory(name, path / "manifest.json", settings.allow_factories)

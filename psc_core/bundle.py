@@ -33,7 +33,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from psc_core.answers import BasePolicy
-from psc_core.errors import BundleError, UsageError, fault, shorten
+from psc_core.errors import BundleError, UsageError, fault, shorten, why_no_bundle
 from psc_core.images.preprocess import Preprocess
 from psc_core.network import LIBRARIES
 from psc_core.settings import Precision, settings_where
@@ -357,7 +357,6 @@ def _plain(value: Any) -> str:
 
 MAX_MANIFEST_BYTES: Final = 16 << 20  # 100,000 classes and 1,000 layers take about 4 MiB
 MAX_DEPTH: Final = 32  # maximum nesting of lists and objects in a manifest
-EXPORTED: Final = "model.onnx"  # the file of a folder of psc-export, which is no bundle
 TRY_FOLDER: Final = "examples"  # the folder in a bundle with images to try; no digest covers it
 MAX_AXES: Final = 8  # maximum number of axes of a tensor
 
@@ -508,10 +507,8 @@ def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
 def _parse_manifest(path: Path) -> tuple[Manifest, str]:
     """Return the manifest, and the version computed from its content."""
     file = path / "manifest.json"
-    if (path / EXPORTED).exists() and not file.exists():
-        raise BundleError(f"{path} was written by psc-export and is no bundle; give the bundle that it came from")
     if not file.exists():
-        raise BundleError(f"{path} is not a bundle, it has no manifest.json; make one with psc-fit")
+        raise BundleError(why_no_bundle(path))
     text = read_inside(path, file.name, MAX_MANIFEST_BYTES)
     try:
         body = json.loads(text.decode(), object_pairs_hook=_reject_duplicates)

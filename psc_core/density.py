@@ -93,7 +93,7 @@ from torch.nn import functional
 
 from psc_core import linalg
 from psc_core.errors import FitError
-from psc_core.features import FeatureMatrix, as_matrix, check_features, images_of_classes
+from psc_core.features import FeatureMatrix, as_matrix, blocks, check_features, images_of_classes
 from psc_core.fitted import Fitted, Record, restore
 
 
@@ -621,7 +621,7 @@ def fit_density(
         of_kind["background_constant"] = torch.tensor(-0.5 * pooled.volume, device=pooled.means.device)
     if BACKGROUND_LIMIT in family.layout:
         x = pooled.x if apart is None else as_matrix(apart[0] @ of_kind["background"])
-        squares = x.map(lambda part: part.square().sum(1, keepdim=True), 1, torch.float64)[:].flatten()
+        squares = torch.cat([part.square().sum(1) for _, part in blocks(x)])  # not all rows at once
         of_kind[BACKGROUND_LIMIT] = squares.sort().values[math.ceil(WITHIN_LIMIT * len(squares)) - 1]
     tensors = {"mean": projection.mean, "basis": projection.whitening @ pooled.inverse.root, **of_kind}
     record: Record = {

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from enum import IntEnum
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
 
@@ -121,6 +122,19 @@ def of_this_machine(error: OSError | ImportError) -> str:
 def join_names(names: Sequence[str], at_most: int) -> str:
     """Join the first ``at_most`` names for a message, with an ellipsis if there are more."""
     return ", ".join(names[:at_most]) + (", …" if len(names) > at_most else "")
+
+
+EXPORTED: Final = ("model.onnx", "model-any-size.onnx")  # the graphs of a folder of psc-export, which is no bundle
+
+
+def why_no_bundle(folder: Path) -> str:
+    """Return why a folder without a manifest is no bundle, and what to do."""
+    if any((folder / graph).exists() for graph in EXPORTED):
+        return (
+            f"{folder} was written by psc-export and is no bundle; give the bundle that it came from, "
+            "as in psc-serve --bundle BUNDLE"
+        )
+    return f"{folder} is not a bundle, it has no manifest.json; make one with psc-fit"
 
 
 def shorten(text: str, at_most: int = 200) -> str:

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from psc_core.bundle import EXPORTED
 from psc_core.conformal import conformal_p_values
-from psc_core.errors import NetworkError, UsageError, needs
+from psc_core.errors import EXPORTED, NetworkError, UsageError, needs
 from psc_core.images.graph import Resize
 from psc_core.images.preprocess import MAKE_KNOWN, Preprocess
 from psc_core.model import FittedModel
@@ -25,8 +24,7 @@ from psc_core.pipeline import ood_score_of, smooth_noise, storable_backbone
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-GRAPH: Final = EXPORTED
-ANY_SIZE: Final = "model-any-size.onnx"
+GRAPH, ANY_SIZE = EXPORTED
 PIXELS: Final = "images"  # the input
 METADATA: Final = "psc"  # the key of what the graph says of itself, in JSON
 

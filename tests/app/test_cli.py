@@ -32,6 +32,13 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
+def test_an_exported_folder_is_sent_to_its_bundle(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").touch()
+    result = command("--bundle", str(tmp_path), "--port=0")
+    assert result.returncode == 2
+    assert "was written by psc-export" in result.stderr and "psc-serve --bundle BUNDLE" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [

@@ -36,6 +36,7 @@ def test_the_folder_has_all_that_it_asks_for(runtime: Path, tmp_path: Path, caps
     assert code == 2 and "holds index.html already" in err
     page = (site / "index.html").read_text()
     assert re.findall(r'src="(page/[^"]+js)"', page) == ["page/local.js"]  # It loads the others when it can answer.
+    assert "<noscript>" not in page and 'href="metrics"' not in page  # which name what only a service has
     assert "it needs a web server" in page and 'import("./page.js")' in (site / "page" / "local.js").read_text()
     assert not list(site.rglob("*.mjs"))
     assert page.index("default-src 'self'") < page.index("<script")

@@ -264,7 +264,8 @@ def test_the_limit_leaves_held_out_images_as_they_are() -> None:
     held_out = Examples(z[400:], labels[400:], 3)
     model = fit_density(Examples(z[:400], labels[:400], 3), kind="pooled++", held_out=held_out)
     before = model(z[400:]).log_density
-    assert int((without_limit(model)(z[400:]).log_density > before).sum()) == 4  # One in a hundred lies farther away.
+    rise = without_limit(model)(z[400:]).log_density - before
+    assert int((rise > 1e-4).sum()) == 4 and rise.abs().sort().values[:-4].max() < 1e-5  # one in a hundred
 
 
 @pytest.mark.parametrize("kind", KINDS)
