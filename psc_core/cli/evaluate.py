@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--batch-images", type=settings.positive, default=BATCH_IMAGES, metavar="N", help=text)
     cli.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {', '.join(WRITTEN)}")
     cli.add_argument("--overwrite", action="store_true", help="replace the report in --out")
+    cli.add_argument("--verbose", action="store_true", help="print all measurements too, which --out writes anyway")
     return cli
 
 
@@ -91,7 +92,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if fitted_on:
         baselines = task.open_baselines(model, args.weights, **fitted_on, batch_images=args.batch_images)
     found = measure(model, id_data, ood, baselines, batch_images=args.batch_images)
-    print(found.report.to_text())
+    print(found.report.to_text(verbose=args.verbose))
     if args.out:
         (args.out / "report.json").write_text(json.dumps(found.report.to_json(), indent=2) + "\n")
         (args.out / "report.md").write_text(found.report.to_markdown())

@@ -31,7 +31,21 @@ from psc_core.data.dataset import Batch, ImageDataset
 from psc_core.data.open import check_same, is_table, open_dataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.baselines import Baselines, PlainClassifier, fit_baselines
-from psc_core.evaluation.evaluate import PRIMARY, Evaluator, ObservedRate, Report, Table, describe_rate, observed_rate
+from psc_core.evaluation.evaluate import (
+    AUROC_MEANS,
+    AUTOMATED,
+    FALSE_ALARMS,
+    NO_OTHERS,
+    OTHERS,
+    PRIMARY,
+    Evaluator,
+    ObservedRate,
+    Report,
+    Table,
+    describe_rate,
+    observed_rate,
+    percent,
+)
 from psc_core.heads.base import entropy
 from psc_core.metrics import Difference, aurc, coverage_at_risk, ece, label_brier, label_nll, placements
 from psc_core.model import PSC
@@ -56,21 +70,67 @@ def losses_of(probabilities: Float[Tensor, "batch classes"], batch: Batch) -> Lo
     return Losses(label_nll(p, labels), label_brier(p, labels), confidence, predicted == labels)
 
 
-# The metrics of a classifier: the title of the column, and the function of the losses.
-QUALITIES: Final[Mapping[str, tuple[str, Callable[[Losses], float]]]] = {
-    "accuracy": ("Accuracy", lambda losses: float(losses.correct.double().mean())),
-    "nll": ("NLL", lambda losses: float(losses.nll.mean())),
-    "brier": ("Brier", lambda losses: float(losses.brier.mean())),
-    "ece": ("ECE", lambda losses: ece(losses.confidence, losses.correct)),
-    "adaptive_ece": ("aECE", lambda losses: metrics.adaptive_ece(losses.confidence, losses.correct)),
-    "aurc": ("AURC", lambda losses: aurc(losses.confidence, losses.correct)),
-    "augrc": ("AUGRC", lambda losses: metrics.augrc(losses.confidence, losses.correct)),
-    "coverage_at_risk_1_percent": ("cov@1%", lambda losses: coverage_at_risk(losses.confidence, losses.correct, 0.01)),
-    "coverage_at_risk_5_percent": ("cov@5%", lambda losses: coverage_at_risk(losses.confidence, losses.correct, 0.05)),
+class Quality(NamedTuple):
+    """A metric of a classifier."""
+
+    title: str
+    meaning: str
+    compute: Callable[[Losses], float]
+
+
+QUALITIES: Final[Mapping[str, Quality]] = {
+    "accuracy": Quality("Accuracy", "fraction of right answers", lambda of: float(of.correct.double().mean())),
+    "nll": Quality(
+        "NLL", "mean of −log(probability of the label), nats; lower is better", lambda of: float(of.nll.mean())
+    ),
+    "brier": Quality("Brier", "squared error of the probabilities, 0 to 2", lambda of: float(of.brier.mean())),
+    "ece": Quality("ECE", "mean gap between confidence and accuracy", lambda of: ece(of.confidence, of.correct)),
+    "adaptive_ece": Quality(
+        "aECE", "the same in bins of equally many answers", lambda of: metrics.adaptive_ece(of.confidence, of.correct)
+    ),
+    "aurc": Quality(
+        "AURC",
+        "error rate of accepted answers, mean over all shares accepted",
+        lambda of: aurc(of.confidence, of.correct),
+    ),
+    "augrc": Quality(
+        "AUGRC", "accepted errors among all answers, likewise", lambda of: metrics.augrc(of.confidence, of.correct)
+    ),
+    "coverage_at_risk_1_percent": Quality(
+        "cov@1%",
+        "largest share of answers, the most confident first, of which 1 % are wrong",
+        lambda of: coverage_at_risk(of.confidence, of.correct, 0.01),
+    ),
+    "coverage_at_risk_5_percent": Quality(
+        "cov@5%", "the same for 5 %", lambda of: coverage_at_risk(of.confidence, of.correct, 0.05)
+    ),
 }
 
 ENTROPY: Final = f"{PRIMARY}-entropy"  # the name of the score by which the service calls an image ambiguous
 EPISTEMIC: Final = f"{PRIMARY}-epistemic"  # the name of the head's epistemic uncertainty
+DECISION: Final = f"{PRIMARY}-decision"  # the name of the OOD score and the predictive entropy combined into one score
+SCORES: Final = {
+    PRIMARY: "the OOD score, by which the service decides what is out of distribution",
+    ENTROPY: "predictive entropy, by which it decides what is ambiguous",
+    EPISTEMIC: "the head's epistemic uncertainty",
+    DECISION: "both thresholds together, as the service decides",
+}
+SEPARATION_WORDS: Final = {
+    "AUROC": AUROC_MEANS,
+    "AUPR in": "average precision of the known images",
+    "AUPR out": "average precision of the OOD images",
+    "FPR95": "fraction of known images that is rejected where 95 % of the OOD images are",
+    "PSC ahead by": "AUROC of psc less that of the row, ± standard error",
+}
+ACCEPTANCE_WORDS: Final = {
+    "OOD accepted": "fraction of the OOD images that a threshold accepts with 95 % of the known images",
+    "AURC with OOD": "AURC over known and OOD images, where an accepted OOD image is an error",
+}
+RATE_WORDS: Final = {
+    "interval": "rates that explain the count",
+    "binomial": "counts that the nominal rate explains",
+    "beta-binomial": "the same, where few images set the threshold",
+}
 FIELDS: Final = {ENTROPY: "predictive_entropy", EPISTEMIC: "epistemic"}  # other scores of every answer, by field
 
 
@@ -103,7 +163,6 @@ def separation(
     }
 
 
-DECISION: Final = f"{PRIMARY}-decision"  # the name of the OOD score and the predictive entropy combined into one score
 ACCEPTED: Final = 0.95  # fraction of in-distribution images that a threshold accepts
 
 
@@ -197,7 +256,29 @@ def compare_classifiers(classifiers: Mapping[str, Mapping[str, float]], metric: 
     best = max(values.values()) if metric == "accuracy" else min(values.values())
     names = [name for name, value in values.items() if value == best]
     listed = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-    return f"{QUALITIES[metric][0]}: best is {' and '.join(names)} ({listed})."
+    return f"{QUALITIES[metric].title}: best is {' and '.join(names)} ({listed})."
+
+
+@dataclass(frozen=True)
+class ClassCounts:
+    """Numbers of in-distribution images of one class, by their (first) label."""
+
+    images: int
+    right: int
+    accepted: int
+    accepted_wrong: int
+    false_alarms: int
+
+
+def count_by_class(inside: ScoredImages, labels: Int[Tensor, " n"], classes: Sequence[str]) -> dict[str, ClassCounts]:
+    """Count the images of each class that has any."""
+    wrong = inside.accepted & ~inside.correct
+    parts = (torch.ones_like(inside.alarm), inside.correct, inside.accepted, wrong, inside.alarm)
+    counts = torch.stack([labels[part].bincount(minlength=len(classes)) for part in parts], dim=1)
+    return {name: ClassCounts(*row) for name, row in zip(classes, counts.tolist(), strict=True) if row[0]}
+
+
+LISTED: Final = 20  # maximum number of classes in the table of classes
 
 
 @dataclass(frozen=True)
@@ -210,11 +291,13 @@ class ClassificationReport(Report):
     separation: Mapping[str, Mapping[str, Separation]]  # by OOD set and score
     acceptance: Mapping[str, Mapping[str, Acceptance]]  # by OOD set and score
     flagged: Mapping[str, float]  # fraction of each OOD set with p-value ≤ α
+    passed: Mapping[str, float]  # fraction of each OOD set that is neither out of distribution nor ambiguous
     false_alarms: ObservedRate  # in-distribution images with p-value ≤ α
     misses: ObservedRate  # in-distribution images whose (first) label is outside the prediction set
     accepted: int  # number of in-distribution images that are neither out of distribution nor ambiguous
     accepted_wrong: int  # number of these whose (first) label is not predicted
     mean_set_size: float  # mean number of classes in a prediction set
+    by_class: Mapping[str, ClassCounts]
     ambiguity: Mapping[str, float] = field(default_factory=dict)  # AUROC of entropy by classifier; empty if none
 
     def to_json(self) -> dict[str, Any]:
@@ -234,26 +317,61 @@ class ClassificationReport(Report):
         labels = "" if self.examples == self.images else f", {self.examples} labels"
         return f"{model} (layer {self.model['layer']}) on {self.id_name}: {self.images} images{labels}"
 
-    def summary(self) -> list[str]:
-        """Say in sentences which score wins, which classifier is best, and whether nominal rates hold."""
-        alpha, known = self.false_alarms.nominal, self.id_name
-        sentences = [compare_scores(ood, scores) for ood, scores in self.separation.items()]
-        for ood, scores in self.separation.items():
-            sentences += better_fields(ood, scores, known, alpha)
-        sentences += [describe_acceptance(ood, found, known) for ood, found in self.acceptance.items()]
+    def answers(self) -> dict[str, list[str]]:
+        accepted, alarms = self.accepted, self.false_alarms
+        of_these = (
+            f"; {self.accepted_wrong} of these are wrong ({percent(self.accepted_wrong / accepted)})"
+            if accepted
+            else ""
+        )
+        alarmed = self._most(lambda of: of.false_alarms)
+        return {
+            "Are the answers right?": self._right(),
+            AUTOMATED: [
+                f"{accepted} of {self.images} images are accepted ({percent(accepted / self.images)}){of_these}.",
+                f"The others go to a person: {alarms.count} unusual, {self.images - accepted - alarms.count} unclear.",
+            ],
+            FALSE_ALARMS: [describe_rate("False alarms", alarms), *(f"Most: class {name}." for name in alarmed)],
+            OTHERS: [each for ood in self.separation for each in self._found(ood)] or [NO_OTHERS],
+            "Do prediction sets hold the label?": [
+                describe_rate("Labels outside the prediction set", self.misses),
+                f"A set has {self.mean_set_size:.3g} classes on average.",
+            ],
+        }
+
+    def _right(self) -> list[str]:
+        """Say how many answers are right, which class has the fewest, and which classifier is best."""
+        accuracy = self.classification[PRIMARY]["accuracy"]
+        sentences = [f"{100 * accuracy:.4g} % of {self.examples} are right."]
+        sentences += [f"Most errors: class {name}." for name in self._most(lambda of: of.images - of.right)]
         if len(self.classification) > 1:
             sentences += [compare_classifiers(self.classification, metric) for metric in COMPARED]
-        accepted, wrong = self.accepted, self.accepted_wrong
-        of_these = f", of which {wrong} are wrong ({wrong / accepted:.2%})" if accepted else ""
-        return [
-            *sentences,
-            describe_rate("False alarms", self.false_alarms),
-            describe_rate("Labels outside the prediction set", self.misses),
-            f"Accepted: {accepted} of {self.images} ({accepted / self.images:.2%}){of_these}.",
+        return sentences
+
+    def _most(self, count: Callable[[ClassCounts], int]) -> list[str]:
+        """Describe the class with the largest part of its images counted; nothing for one class or a count of 0."""
+        if len(self.by_class) < 2:
+            return []
+        name, found = max(self.by_class.items(), key=lambda item: count(item[1]) / item[1].images)
+        return [f"{name} ({count(found)} of {found.images})"] if count(found) else []
+
+    def _found(self, ood: str) -> list[str]:
+        """Say how many images of one OOD set are found, and whether another score finds them better."""
+        scores, found = self.separation[ood], self.acceptance.get(ood)
+        sentences = [
+            f"{ood}: of {self.ood_images[ood]} images {percent(self.flagged[ood])} are called out of distribution and "
+            f"{percent(self.passed[ood])} are accepted.",
+            compare_scores(ood, scores),
+            *better_fields(ood, scores, self.id_name, self.false_alarms.nominal),
         ]
+        if found and any(not name.startswith(PRIMARY) for name in found):
+            sentences.append(describe_acceptance(ood, found, self.id_name))
+        return sentences
 
     def tables(self) -> list[Table]:
         found = [self._classifiers()]
+        if len(self.by_class) > 1:
+            found.append(self._classes())
         for ood in self.separation:
             found += [self._separation_of(ood), self._acceptance_of(ood)]
         found.append(self._rates())
@@ -266,7 +384,25 @@ class ClassificationReport(Report):
         rows = [
             [name, *(f"{quality[metric]:.4f}" for metric in QUALITIES)] for name, quality in self.classification.items()
         ]
-        return Table("Classification", ["classifier", *(title for title, _ in QUALITIES.values())], rows)
+        words = {quality.title: quality.meaning for quality in QUALITIES.values()}
+        return Table("Classification", ["classifier", *words], rows, words)
+
+    def _classes(self) -> Table:
+        listed = sorted(self.by_class.items(), key=lambda item: item[1].right / item[1].images)[:LISTED]
+        header = ["class", "images", "right", "accepted", "wrong of these", "unusual"]
+        rows = [
+            [
+                name,
+                str(of.images),
+                f"{of.right / of.images:.4f}",
+                *map(str, (of.accepted, of.accepted_wrong, of.false_alarms)),
+            ]
+            for name, of in listed
+        ]
+        few = len(listed) < len(self.by_class)
+        return Table(
+            f"By class{f', the {LISTED} with most errors of {len(self.by_class)}' if few else ''}", header, rows
+        )
 
     def _separation_of(self, ood: str) -> Table:
         ranked = sorted(self.separation[ood].items(), key=lambda item: -item[1].auroc)
@@ -279,12 +415,13 @@ class ClassificationReport(Report):
             for name, s in ranked
         ]
         header = ["score", "AUROC", "AUPR in", "AUPR out", "FPR95", "PSC ahead by"]
-        return Table(f"{ood}: {self.ood_images[ood]} OOD images", header, rows)
+        return Table(f"{ood}: {self.ood_images[ood]} OOD images", header, rows, SEPARATION_WORDS | _scores_in(rows))
 
     def _acceptance_of(self, ood: str) -> Table:
         ranked = sorted(self.acceptance[ood].items(), key=lambda item: item[1].ood_accepted)
         rows = [[name, f"{found.ood_accepted:.4f}", f"{found.aurc:.4f}"] for name, found in ranked]
-        return Table(f"{ood}: accepted beside 95 % of {self.id_name}", ["score", "OOD accepted", "AURC"], rows)
+        title, header = f"{ood}: accepted beside 95 % of {self.id_name}", ["score", "OOD accepted", "AURC with OOD"]
+        return Table(title, header, rows, ACCEPTANCE_WORDS | _scores_in(rows))
 
     def _rates(self) -> Table:
         alarms, misses = self.false_alarms, self.misses
@@ -297,7 +434,12 @@ class ClassificationReport(Report):
             [f"flagged in {name}", "", f"{fraction:.4f}", "", "", "", ""] for name, fraction in self.flagged.items()
         ]
         rows.append(["mean prediction set", "", f"{self.mean_set_size:.3f}", "", "", "", ""])
-        return Table("Rates", header, rows)
+        return Table("Rates", header, rows, RATE_WORDS)
+
+
+def _scores_in(rows: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Return what the scores of PSC in the first column mean."""
+    return {name: SCORES[name] for name, *_ in rows if name in SCORES}
 
 
 def _cells(name: str, rate: ObservedRate) -> list[str]:
@@ -434,7 +576,7 @@ class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClas
     def quality_of(self, scored: ScoredImages, data: ImageDataset) -> dict[str, dict[str, float]]:
         """Return every metric of :data:`QUALITIES` by classifier; none for data of other classes."""
         return {
-            name: {metric: compute(losses) for metric, (_, compute) in QUALITIES.items()}
+            name: {metric: quality.compute(losses) for metric, quality in QUALITIES.items()}
             for name, losses in scored.losses.items()
         }
 
@@ -452,10 +594,12 @@ class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClas
             separation={name: separation(inside.ood, scored.ood, alpha) for name, scored in outside.items()},
             acceptance={name: acceptance(inside.ood, scored.ood, inside.correct) for name, scored in outside.items()},
             flagged={name: float(scored.alarm.double().mean()) for name, scored in outside.items()},
+            passed={name: float(scored.accepted.double().mean()) for name, scored in outside.items()},
             false_alarms=observed_rate(inside.alarm, alpha, calibration_images),
             misses=observed_rate(~inside.covered, 1 - model.policy.coverage, calibration_images),
             accepted=int(inside.accepted.sum()),
             accepted_wrong=int((inside.accepted & ~inside.correct).sum()),
             mean_set_size=float(inside.set_size.double().mean()),
+            by_class=count_by_class(inside, id_data.first_labels(), model.classes),
             ambiguity=ambiguity(inside.entropy, id_data.groups),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
@@ -25,6 +25,14 @@ from psc_core.text import align
 
 PRIMARY: Final = "psc"  # the score by which the service decides; all others are compared with it
 LEVEL: Final = 0.99  # the confidence level of the intervals around observed rates
+
+# The questions that the reports of all tasks answer.
+AUTOMATED: Final = "How much can be automated?"
+FALSE_ALARMS: Final = "Are false alarms as rare as promised?"
+OTHERS: Final = "Are other images found?"
+NO_OTHERS: Final = "Not measured: --ood NAME=DIR gives images that should be found."
+
+AUROC_MEANS: Final = "how often an OOD image has the higher score of two; 0.5 is chance, 1 perfect"
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class Table:
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+    words: Mapping[str, str] = field(default_factory=dict)  # what columns and rows mean, by their title
 
     def to_text(self) -> str:
         head, *lines = align([self.header, *self.rows])
@@ -79,7 +88,12 @@ class Table:
     def to_markdown(self) -> str:
         align = ["---", *["---:"] * (len(self.header) - 1)]
         lines = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in (self.header, align, *self.rows)]
-        return "\n".join([f"## {self.title}", "", *(f"| {line} |" for line in lines)])
+        return "\n".join([f"### {self.title}", "", *(f"| {line} |" for line in lines)])
+
+
+def percent(part: float) -> str:
+    """Format a fraction as a percentage of three digits."""
+    return f"{100 * part:.3g} %"
 
 
 def describe_rate(what: str, rate: ObservedRate) -> str:
@@ -90,7 +104,7 @@ def describe_rate(what: str, rate: ObservedRate) -> str:
         "higher than stated": f"More than promised: up to {high} can be chance",
         "lower than stated": f"Fewer than promised: down to {low} can be chance",
     }
-    measured = f"{100 * rate.rate:.3g} % ({rate.count} of {rate.images}), target {100 * rate.nominal:.3g} %"
+    measured = f"{percent(rate.rate)} ({rate.count} of {rate.images}), target {percent(rate.nominal)}"
     return f"{what}: {measured}. {found[rate.assessment]}."
 
 
@@ -107,23 +121,37 @@ class Report(ABC):
         """Say which model was measured on what."""
 
     @abstractmethod
-    def summary(self) -> list[str]:
-        """Say what was found, a sentence each."""
+    def answers(self) -> dict[str, list[str]]:
+        """Return sentences on what was found, by the question that they answer."""
 
     @abstractmethod
     def tables(self) -> list[Table]:
         """Return what was measured."""
 
-    def to_text(self) -> str:
-        """Return the report for a terminal."""
-        parts = [self.heading(), *(table.to_text() for table in self.tables()), "\n".join(self.summary())]
-        return "\n\n".join(parts) + "\n"
+    def summary(self) -> list[str]:
+        return [sentence for sentences in self.answers().values() for sentence in sentences]
+
+    def words(self) -> dict[str, str]:
+        """Return what columns and rows of the tables mean, by their title."""
+        return {word: meaning for table in self.tables() for word, meaning in table.words.items()}
+
+    def to_text(self, *, verbose: bool = False) -> str:
+        """Return the report for a terminal; its tables only if ``verbose``."""
+        parts = [[question, *(f"  {each}" for each in found)] for question, found in self.answers().items()]
+        if verbose:
+            tables, words = self.tables(), [f"{word}: {meaning}" for word, meaning in self.words().items()]
+            parts = [*([table.to_text()] for table in tables), words, *parts]
+        return "\n\n".join([self.heading(), *map("\n".join, parts)]) + "\n"
 
     def to_markdown(self) -> str:
         """Return the report as a Markdown page."""
-        listed = "\n".join(f"- {sentence}" for sentence in self.summary())
-        parts = [f"# {self.heading()}", listed, *(table.to_markdown() for table in self.tables())]
-        return "\n\n".join(parts) + "\n"
+        answers = [
+            "\n".join([f"## {question}", "", *(f"- {each}" for each in found)])
+            for question, found in self.answers().items()
+        ]
+        tables = [table.to_markdown() for table in self.tables()]
+        words = "\n".join(f"- **{word}**: {meaning}" for word, meaning in self.words().items())
+        return "\n\n".join([f"# {self.heading()}", *answers, "## All measurements", *tables, words]) + "\n"
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:

@@ -19,6 +19,11 @@ from psc_core.compute import Compute
 from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.data.open import is_table, open_dataset
 from psc_core.evaluation.evaluate import (
+    AUROC_MEANS,
+    AUTOMATED,
+    FALSE_ALARMS,
+    NO_OTHERS,
+    OTHERS,
     PRIMARY,
     Evaluator,
     ObservedRate,
@@ -27,6 +32,7 @@ from psc_core.evaluation.evaluate import (
     Table,
     describe_rate,
     observed_rate,
+    percent,
 )
 from psc_core.model import PSCRegressor
 from psc_core.scoring import scored_batches
@@ -63,11 +69,23 @@ class RegressionReport(Report):
             f"{self.model['target']}; {self.images} images of {self.id_name}"
         )
 
-    def summary(self) -> list[str]:
-        return [
-            describe_rate("False alarms", self.false_alarms),
-            describe_rate("Numbers outside of their interval", self.misses),
-        ]
+    def answers(self) -> dict[str, list[str]]:
+        quiet = self.images - self.false_alarms.count
+        of_these = "" if self.accepted_rmse is None else f"; their RMSE is {self.accepted_rmse:.4g}"
+        return {
+            "How far off are the numbers?": [f"RMSE {self.errors['rmse']:.4g}, R² {self.errors['r2']:.4f}."],
+            AUTOMATED: [f"{quiet} of {self.images} images raise no alarm ({percent(quiet / self.images)}){of_these}."],
+            FALSE_ALARMS: [describe_rate("False alarms", self.false_alarms)],
+            OTHERS: [
+                f"{name}: {percent(self.flagged[name])} are called out of distribution; AUROC {auroc:.4f}."
+                for name, auroc in self.auroc.items()
+            ]
+            or [NO_OTHERS],
+            "Do the intervals hold the number?": [
+                describe_rate("Numbers outside of their interval", self.misses),
+                f"An interval is {self.width:.4g} wide on average.",
+            ],
+        }
 
     def tables(self) -> list[Table]:
         errors = self.errors
@@ -80,10 +98,17 @@ class RegressionReport(Report):
         ]
         if self.accepted_rmse is not None:
             rows.append(["RMSE of images that raise no alarm", f"{self.accepted_rmse:.4g}"])
-        found = [Table("Errors and intervals", ["measure", "value"], rows)]
+        words = {
+            "RMSE": "root of the mean squared error",
+            "R²": "the part of the numbers' variance that is predicted; 1 is perfect, 0 as good as their mean",
+            "NLL": "mean of −log(density at the true number); lower is better",
+            "CRPS": "mean distance of the forecast from the true number, in its unit; lower is better",
+        }
+        found = [Table("Errors and intervals", ["measure", "value"], rows, words)]
         if self.auroc:
             sets = [[name, f"{self.auroc[name]:.4f}", f"{self.flagged[name]:.2%}"] for name in self.auroc]
-            found.append(Table("Out of distribution", ["images", "AUROC", "raise the alarm"], sets))
+            header = ["images", "AUROC", "raise the alarm"]
+            found.append(Table("Out of distribution", header, sets, {"AUROC": AUROC_MEANS}))
         return found
 
     def to_json(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ Figures = dict[str, Figure | None]  # figures by name; None if there is nothing 
 KNOWN: Final = "#2b6cb0"
 UNKNOWN: Final = "#c05621"
 LIMIT: Final = "#555555"
+TICKS: Final = 7  # number of ticks on the axis of a score, evenly spaced
 _STYLE: Final[Any] = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -153,6 +154,10 @@ def scores(sets: Sequence[ScoredSet], score: str, title: str, limit: float | Non
             axis.text(1.01, base + 0.3, f"{above:.1%} above", transform=axis.get_yaxis_transform(), fontsize=7)
     if limit is not None:
         axis.axvline(limit, ls="--", lw=1, color=LIMIT)
+    spaced = stretch(np.linspace(squeeze(low), squeeze(high), TICKS))
+    axis.set_xticks(
+        [round(tick, -math.floor(math.log10(gap))) for tick, gap in zip(spaced, np.diff(spaced), strict=False)]
+    )
     axis.set_yticks([len(rows) - 1 - row + 0.3 for row in range(len(rows))], [name for name, _, _ in rows])
     axis.tick_params(axis="y", length=0)
     axis.set(xlabel=f"{title}; each set drawn to its own height, ends hold what lies beyond")

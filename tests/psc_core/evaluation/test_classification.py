@@ -25,6 +25,7 @@ from psc_core.evaluation.baselines import fit_baselines
 from psc_core.evaluation.classification import (
     QUALITIES,
     Acceptance,
+    ClassCounts,
     ClassificationEvaluator,
     ClassificationReport,
     Separation,
@@ -153,6 +154,15 @@ def test_equals_loops(psc: PSC) -> None:
     accepted = ((served["predictive_entropy"] <= 1.0) & ~(served["ood_p_value"] <= 0.05)).tolist()
     assert 0 < report.accepted == sum(accepted) < 120
     assert report.accepted_wrong == sum(a and not c for a, c in zip(accepted, correct, strict=True))
+    assert report.passed["outside"] == pytest.approx(
+        float(((unusual["predictive_entropy"] <= 1.0) & ~(unusual["ood_p_value"] <= 0.05)).double().mean())
+    )
+    for label, name in enumerate(data.classes):
+        of_class = (y == label).tolist()
+        alarms = (served["ood_p_value"] <= 0.05).tolist()
+        parts = (of_class, correct, accepted, [a and not c for a, c in zip(accepted, correct, strict=True)], alarms)
+        counts = [sum(of and p for of, p in zip(of_class, part, strict=True)) for part in parts]
+        assert dataclasses.astuple(report.by_class[name]) == tuple(counts)
     assert report.mean_set_size == pytest.approx(float(sets.sum()) / 120)
     assert (report.images, report.examples, report.ood_images) == (120, 120, {"outside": 60})
     assert report.model == {"name": "formula", "version": "0" * 12, "layer": "layer3"}
@@ -327,37 +337,52 @@ REPORT = ClassificationReport(
         for name in ("fashion", "near|far", "hard")
     },
     flagged={"fashion": 0.93, "near|far": 0.5, "hard": 0.4},
+    passed={"fashion": 0.05, "near|far": 0.45, "hard": 0.5},
     false_alarms=rate(50),
     misses=rate(95),
     accepted=800,
     accepted_wrong=16,
     mean_set_size=1.07,
+    by_class={"one": ClassCounts(600, 590, 500, 4, 40), "two|three": ClassCounts(400, 370, 300, 12, 10)},
     ambiguity={"psc": 0.97, "original": 0.96},
 )
 
 
 def test_summary_names_wins_ties_and_losses() -> None:
-    wins, tie, loses, better, *rest = REPORT.summary()
-    assert "fashion: PSC wins" in wins and "gda" in wins
-    assert "near|far: PSC ties with knn" in tie and "hard: PSC loses to knn, gda" in loses
-    assert "predictive_entropy > 1.25" in better
-    assert all("2 % of the OOD" in line and "knn, 3 %" in line for line in rest[:3])
-    assert "best is psc and original and temperature" in rest[3]
-    assert "As promised" in rest[-3] and "More than promised" in rest[-2]
-    assert "800 of 1000 (80.00%), of which 16 are wrong (2.00%)" in rest[-1]
-    none = dataclasses.replace(REPORT, accepted=0, accepted_wrong=0)
-    assert none.summary()[-1] == "Accepted: 0 of 1000 (0.00%)."
+    right, automated, alarms, others, sets = REPORT.answers().values()
+    found = {ood: [line for line in others if line.startswith(f"{ood}:")] for ood in REPORT.separation}
+    (fashion, wins, better, fashion_accepted), (_, tie, _), (_, loses, _) = found.values()
+    assert "500 images 93 % are called" in fashion and "5 % are accepted" in fashion
+    assert "PSC wins" in wins and "gda" in wins and "predictive_entropy > 1.25" in better
+    assert "2 % of the OOD" in fashion_accepted and "knn, 3 %" in fashion_accepted
+    assert "PSC ties with knn" in tie and "PSC loses to knn, gda" in loses
+    assert "96 % of 1000" in right[0] and "two|three (30 of 400)" in right[1]
+    assert "best is psc and original and temperature" in right[2]
+    assert "As promised" in alarms[0] and "one (40 of 600)" in alarms[1] and "More than promised" in sets[0]
+    assert "800 of 1000 images are accepted (80 %); 16 of these are wrong (2 %)" in automated[0]
+    assert "50 unusual, 150 unclear" in automated[1]
+
+
+def test_answers_say_what_was_not_measured() -> None:
+    none = dataclasses.replace(REPORT, accepted=0, accepted_wrong=0, by_class={"one": ClassCounts(9, 5, 2, 1, 1)})
+    right, automated, alarms, *_ = none.answers().values()
+    assert automated[0] == "0 of 1000 images are accepted (0 %)."
+    assert not any("class" in line for line in (*right, *alarms))  # one class is not compared
     alone_separated, quality = {"fashion": {"psc": separated(0.99, 0, 0)}}, {"psc": classification(0.1)}
-    alone = dataclasses.replace(REPORT, separation=alone_separated, acceptance={}, classification=quality).summary()
-    assert len(alone) == 4 and "no other method" in alone[0]
+    own = {"fashion": {"psc-decision": Acceptance(0.02, 0.3), "psc": Acceptance(0.04, 0.35)}}
+    alone = dataclasses.replace(REPORT, separation=alone_separated, acceptance=own, classification=quality)
+    *_, others, _ = alone.answers().values()
+    assert len(others) == 2 and "no other method" in others[1]
+    *_, others, _ = dataclasses.replace(REPORT, separation={}, acceptance={}).answers().values()
+    assert len(others) == 1 and "--ood" in others[0]
 
 
 def test_unknown_standard_error_is_a_tie() -> None:
     tiny = {"psc": separated(0.5, 0, math.inf), "knn": separated(1.0, -0.5, math.inf)}
-    report = dataclasses.replace(REPORT, separation={"one": tiny})
-    assert report.summary()[0].startswith("one: PSC ties with knn")
+    report = dataclasses.replace(REPORT, separation={"hard": tiny})
+    assert any(line.startswith("hard: PSC ties with knn") for line in report.summary())
     document = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert document["separation"]["one"]["knn"]["auroc_difference"] == {"value": -0.5, "standard_error": None}
+    assert document["separation"]["hard"]["knn"]["auroc_difference"] == {"value": -0.5, "standard_error": None}
 
 
 def test_json_holds_every_number_and_the_summary() -> None:
@@ -366,4 +391,5 @@ def test_json_holds_every_number_and_the_summary() -> None:
     assert data["separation"]["hard"]["gda"]["auroc_difference"] == {"value": -0.05, "standard_error": 0.01}
     assert data["false_alarms"]["calibrated_acceptance"] == [20, 80]
     assert data["false_alarms"]["rate"] == 0.05 and data["misses"]["assessment"] == "higher than stated"
+    assert data["by_class"]["one"]["false_alarms"] == 40
     assert data["summary"] == REPORT.summary()
