@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from psc_core.answers import UNNAMED, BasePolicy, ClassificationPolicy, RegressionPolicy, Target
-from psc_core.bundle import SCHEMA, Bundle, Manifest, read_bundle, write_bundle
-from psc_core.checks import REVIEWED, TEXTURE
+from psc_core.bundle import Bundle, Manifest, read_bundle, write_bundle
 from psc_core.compute import own_state, resolve_device
 from psc_core.data.loaders import LoaderDescription
 from psc_core.errors import BundleError, FitError, PSCError, UsageError, of_this_machine, shorten
 from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, Inputs, Preprocess, as_batch
 from psc_core.network.cut import Backbone
 from psc_core.network.output import See, dependence, first_dependent, trial_images
-from psc_core.pipeline import NO_MAP, Pipeline, restore_pipeline, storable_backbone
+from psc_core.pipeline import NO_MAP, Pipeline
 from psc_core.settings import FitOptions
+from psc_core.storage import restore, store
 from psc_core.tasks.base import BaseCalibration, BaseDecisions, BasePrediction, FloatArray, Matrix, Outputs, Task
 from psc_core.tasks.classification import Calibration, Classification
 from psc_core.tasks.regression import Calibration as RegressionCalibration
@@ -260,56 +260,8 @@ class FittedModel:
         """
         if not self.preprocess.is_known:
             raise UsageError(f"a bundle has to say how files become inputs; {MAKE_KNOWN}")
-        scorer, checks, layer_map = self.pipeline.scorer, self.pipeline.checks, self.pipeline.map
-        backbone = storable_backbone(self, graph=graph)
-        files = {
-            "projection": scorer.projection.state_dict(),
-            "density": scorer.density.state_dict(),
-            "head": scorer.head.state_dict(),
-            "calibration": self.calibration.tensors(),
-        }
-        fields = {
-            "schema_version": SCHEMA,
-            "name": self.name,
-            **self.task.manifest_fields(),
-            "classes": self.classes,
-            "preprocess": self.preprocess.to_json(),
-            "precision": scorer.precision,
-            "predictions": self.predictions,
-            "layers": self.layers,
-            "policy": self.policy.model_dump(),
-            "backbone": backbone.spec(),
-            "projection": scorer.projection.config(),
-            "density": _reading(scorer.density.config(), scorer.density_layers),
-            "head": _reading(scorer.head.config(), scorer.head_layers),
-            "calibration": {"images": len(self.calibration)},
-            "collapse": self.report.get("collapse"),
-            "metrics": self.report.get("metrics", {}),
-            "provenance": self.report.get("provenance", {}),
-        }
-        if scorer.added:
-            fields["added_classes"] = [each._asdict() for each in scorer.added]
-        if backbone.onnx is None:
-            files["backbone"] = backbone.state_dict()
-        if checks is not None:
-            files["checks"], texture, below = checks.state_dict(), None, checks.counts_below
-            if scorer.texture is not None:
-                files["checks"] |= _under(TEXTURE, scorer.texture.state_dict())
-                layer, config = self.backbone.layers[-1], scorer.texture.config()
-                texture = {"layer": layer, "density": config, "counts_below": below.get(TEXTURE, 1.0)}
-            fields["checks"] = {"names": checks.names, "images": checks.ascending.shape[1], "texture": texture}
-            if (reviewed := scorer.reviewed) is not None:
-                kinds, images = [kind._asdict() for kind in reviewed.kinds], reviewed.stored_images
-                files["checks"] |= _under(REVIEWED, {name: reviewed.get_buffer(name) for name in reviewed.layout})
-                fields["checks"][REVIEWED] = {"kinds": kinds, "counts_below": below[REVIEWED]}
-                if images is not None:
-                    files["checks"] |= _under(REVIEWED, images.tensors())
-                    fields["checks"][REVIEWED]["stored_images"] = images.sizes
-        if layer_map is not None:
-            files["map"], fields["map"] = layer_map.density.state_dict(), layer_map.config()
-        if (stored := self.pipeline.stored_images) is not None:
-            files["stored_images"], fields["stored_images"] = stored.tensors(), stored.sizes
-        return write_bundle(Path(path), fields, files, backbone.onnx)
+        fields, tensors, graph_bytes = store(self, graph=graph)
+        return write_bundle(Path(path), fields, tensors, graph_bytes)
 
     @own_state()
     def export(self, path: str | Path, images: Sequence[ImageLike] | Tensor = ()) -> None:
@@ -413,7 +365,7 @@ class FittedModel:
                 f"expected the bundle of a {cls.task_type.noun}, {bundle.path} is of a {manifest.task.noun}; "
                 "load_model loads any"
             )
-        pipeline, backbone, calibration = restore_pipeline(bundle, allow_factories, target)
+        pipeline, backbone, calibration = restore(bundle, allow_factories, target)
         of_task = model_class_of(manifest.task)
         return (of_task if issubclass(of_task, cls) else cls)(
             pipeline=pipeline,
@@ -685,14 +637,6 @@ class PSCRegressor(FittedModel):
         def __call__(self, images: Sequence[ImageLike] | Tensor, *, maps: bool = False) -> RegressionPrediction: ...
 
         def decide(self, outputs: Outputs[FloatArray]) -> RegressionDecisions: ...
-
-
-def _reading(config: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
-    return {**config, "layers": list(layers)} if layers else dict(config)
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
 
 
 MODEL_CLASSES: tuple[type[FittedModel], ...] = (PSC, PSCRegressor)  # of other tasks: FittedModel

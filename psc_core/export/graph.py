@@ -19,7 +19,8 @@ from psc_core.model import FittedModel
 from psc_core.network.export import silent
 from psc_core.network.onnx import PACKAGES
 from psc_core.network.onnx_graph import remove_notes
-from psc_core.pipeline import ood_score_of, smooth_noise, storable_backbone
+from psc_core.pipeline import ood_score_of, smooth_noise
+from psc_core.storage import storable_backbone
 
 if TYPE_CHECKING:
     from onnx import ModelProto

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core import PRESETS, PSC, PSCRegressor, open_dataset, pipeline
+from psc_core import PRESETS, PSC, PSCRegressor, open_dataset, pipeline, storage
 from psc_core.errors import BundleError, NetworkError
 from psc_core.pipeline import available_backends, check_agreement, pipeline_on
 from psc_core.settings import BACKENDS
@@ -114,7 +114,7 @@ def test_what_the_machine_lacks(bundle: Path, monkeypatch: pytest.MonkeyPatch, e
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(pipeline, "rebuild_backbone", fail)
+    monkeypatch.setattr(storage, "rebuild_backbone", fail)
     with pytest.raises(BundleError) as raised:
         PSC.load(bundle, device="cpu", allow_factories=ALLOW)
     said = str(raised.value)
