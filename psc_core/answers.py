@@ -139,7 +139,8 @@ class ClassificationPolicy(BasePolicy):
             rate = f"{100 * self.risk:.3g} %"
             found = f"of accepted images like the calibration images at most {rate} are wrong (95 % confidence)"
             if self.risk > RISKS[0] and metrics.get("risk_asked") is None:
-                found += f"; no lower rate could be shown{describe_accuracy(metrics)}"
+                tried = ", ".join(f"{100 * risk:g}" for risk in RISKS)
+                found += f"; of {tried} %, which were tried, the lowest that could be shown{describe_accuracy(metrics)}"
         return guessing(metrics) + found
 
     def surprises(self, metrics: Mapping[str, Any]) -> bool:

@@ -70,7 +70,7 @@ class Backbone:
         return state
 
 
-BACKBONES: Mapping[str, Backbone] = {each.name: each for each in (Backbone(0, 9), Backbone(2, 12))}
+BACKBONES: Mapping[str, Backbone] = {each.name: each for each in (Backbone(0, 9), Backbone(1, 12), Backbone(2, 12))}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,15 +93,18 @@ def evaluate(args: argparse.Namespace) -> None:
     if fitted_on:
         baselines = task.open_baselines(model, args.weights, **fitted_on, batch_images=args.batch_images)
     found = measure(model, id_data, ood, baselines, batch_images=args.batch_images)
-    print(found.report.to_text(verbose=args.verbose))
+    measured = replace(found.report, warnings=(warning,) if warning else ())
     if args.out:
-        (args.out / "report.json").write_text(json.dumps(found.report.to_json(), indent=2) + "\n")
-        (args.out / "report.md").write_text(found.report.to_markdown())
+        (args.out / "report.json").write_text(json.dumps(measured.to_json(), indent=2) + "\n")
+        (args.out / "report.md").write_text(measured.to_markdown())
         fitted = (
             Content.load(args.bundle, type(model.task)) if (args.bundle / FILE).exists() else Content(model.version)
         )
         content = fitted.extended_by(collect_test(model, id_data, ood, found))
-        print(f"report: {page.write(facts_of(bundle, content), args.out, found.report)}")
+        written = page.write(facts_of(bundle, content), args.out, measured)
+    print(measured.to_text(verbose=args.verbose))
+    if args.out:
+        print(f"report: {written}")
 
 
 def open_others(given: Iterable[str], preprocess: Preprocess) -> dict[str, ImageDataset]:

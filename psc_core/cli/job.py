@@ -174,7 +174,7 @@ def open_job(args: argparse.Namespace) -> tuple[nn.Module, NetworkSpec, FitJob]:
     if spec_of(net) is None:  # a bundle will hold its graph
         check_exportable(net, images[:1], compute.precision)
     # Last, as it may take long; not job.data.train: the network has seen what that leaves out.
-    check_disjoint(train, val, partial(track, total=len(train), description="comparing"))
+    check_disjoint(train, val, partial(track, total=len(train), description="images in both sets"))
     cache = None if args.cache == "off" else Scratch(Path(args.cache) if args.cache else None, compute.world)
     say = partial(print_now, verbose=args.verbose) if compute.rank == 0 else say_nothing  # of all processes the first
     return net, network, replace(job, compute=compute, name=name, cache=cache, say=say)

@@ -75,7 +75,16 @@ def nll_derivatives(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"
     return slope, curvature
 
 
-NEIGHBOURS: Final = 50  # the k of ``knn``, OpenOOD's choice for CIFAR-10
+NEIGHBOURS: Final = 50  # the largest k of ``knn``, OpenOOD's choice for CIFAR-10; at most half of the smallest class
+DETECTORS: Final = {  # what the scores are, by their name
+    "max-softmax": "1 − the network's highest probability",
+    "entropy": "entropy of the network's probabilities",
+    "energy": "−log Σ exp of the network's logits",
+    "temperature": "max-softmax after one temperature for all images",
+    "gda": "DDU: one Gaussian for each class, on penultimate features",
+    "knn": "distance to the k-th nearest training image, on penultimate features of unit length",
+    "mahalanobis++": "distance to the nearest class mean, likewise; that of psc-fit --density reads z in place of them",
+}
 BANK_IMAGES: Final = 50_000  # maximum number of training images whose features are kept
 BANK_BYTES: Final = 1 << 28  # maximum size of the training features that are kept, in bytes of float32
 BANK_CHUNK: Final = 8192  # number of images of the bank in one block of similarities
@@ -95,6 +104,7 @@ class Baselines:
     gda: Density  # log p(h)
     mahalanobis: Density  # on h / ‖h‖, with a tied covariance
     bank: Float[Tensor, "images dim"]  # training features of unit length
+    neighbours: int  # k
 
     @torch.no_grad()
     def score(self, images: Images) -> BaselineOutputs:
@@ -107,7 +117,7 @@ class Baselines:
             "energy": -logits.logsumexp(1),
             "temperature": max_softmax_score(tempered),
             "gda": -self.gda(features).log_density.double(),
-            "knn": knn_score(unit, self.bank).double(),
+            "knn": knn_score(unit, self.bank, self.neighbours).double(),
             "mahalanobis++": self.mahalanobis.explain(unit).class_distances.amin(1).double(),
         }
         return BaselineOutputs(scores, {"original": logits.softmax(1), "temperature": tempered.softmax(1)})
@@ -144,7 +154,7 @@ def fit_baselines(
         labels.append(batch.labels)
     temperature = fit_temperature(torch.cat(logits), torch.cat(labels))
     features, image_index, train_labels = _training_features(backbone, train, compute, seed)
-    unit = functional.normalize(features)
+    unit, counts = functional.normalize(features), train_labels.bincount()
     return Baselines(
         backbone,
         train.preprocess,
@@ -152,6 +162,8 @@ def fit_baselines(
         gda=_usable_density(features, image_index, train_labels, kind="gda"),
         mahalanobis=_usable_density(unit, image_index, train_labels, kind="tied"),
         bank=unit,
+        # With more neighbours than a class has images, an image of it is far from them all.
+        neighbours=max(1, min(NEIGHBOURS, int(counts[counts > 0].min()) // 2)),
     )
 
 
@@ -183,9 +195,11 @@ def max_softmax_score(logits: Float[Tensor, "batch classes"]) -> Float[Tensor, "
     return -(logits.amax(1) - logits.logsumexp(1)).expm1()
 
 
-def knn_score(unit: Float[Tensor, "batch dim"], bank: Float[Tensor, "images dim"]) -> Float[Tensor, " batch"]:
+def knn_score(
+    unit: Float[Tensor, "batch dim"], bank: Float[Tensor, "images dim"], neighbours: int
+) -> Float[Tensor, " batch"]:
     """Return the distance to the k-th nearest unit vector of ``bank``, ``√(2 − 2 cos)``; the bank is read in blocks."""
-    k = min(NEIGHBOURS, len(bank))
+    k = min(neighbours, len(bank))
     best = unit.new_empty(len(unit), 0)
     for block in torch.split(bank, BANK_CHUNK):
         candidates = torch.cat([best, unit @ block.T], dim=1)

@@ -30,11 +30,12 @@ from psc_core.conformal import tolerant_ceil
 from psc_core.data.dataset import Batch, ImageDataset
 from psc_core.data.open import check_same, is_table, open_dataset
 from psc_core.errors import UsageError
-from psc_core.evaluation.baselines import Baselines, PlainClassifier, fit_baselines
+from psc_core.evaluation.baselines import DETECTORS, Baselines, PlainClassifier, fit_baselines
 from psc_core.evaluation.evaluate import (
     AUROC_MEANS,
     AUTOMATED,
     FALSE_ALARMS,
+    LEVEL,
     NO_OTHERS,
     OTHERS,
     PRIMARY,
@@ -114,6 +115,7 @@ SCORES: Final = {
     ENTROPY: "predictive entropy, by which it decides what is ambiguous",
     EPISTEMIC: "the head's epistemic uncertainty",
     DECISION: "both thresholds together, as the service decides",
+    **DETECTORS,
 }
 SEPARATION_WORDS: Final = {
     "AUROC": AUROC_MEANS,
@@ -212,7 +214,8 @@ def compare_scores(ood: str, scores: Mapping[str, Separation]) -> str:
     best = max(others, key=lambda name: scores[name].auroc)
     better = [name for name in others if is_significant(scores[name].auroc_difference, sign=-1)]
     difference = scores[best].auroc_difference
-    numbers = f"AUROC {psc.auroc:.4f} against {scores[best].auroc:.4f}, difference {format_difference(difference)}"
+    apart = f"difference {difference.value:+.4f} with a standard error of {difference.standard_error:.4f}"
+    numbers = f"AUROC {psc.auroc:.4f} against {scores[best].auroc:.4f}, {apart}"
     if better:
         return f"{ood}: PSC loses to {', '.join(better)}; the best is {best} ({numbers})."
     if is_significant(difference):
@@ -232,12 +235,12 @@ def better_fields(ood: str, scores: Mapping[str, Separation], id_name: str, alph
 
 
 def describe_acceptance(ood: str, found: Mapping[str, Acceptance], id_name: str) -> str:
-    """Say how much of one OOD set the service's two thresholds accept, and how much the best single threshold does."""
-    single = {name: value.ood_accepted for name, value in found.items() if name != DECISION}
-    best = min(single, key=lambda name: single[name])
+    """Say how much of one OOD set would be accepted by thresholds that treat known images alike: PSC's, and others'."""
+    accepted = {name: percent(value.ood_accepted) for name, value in found.items()}
+    best = min((name for name in found if not name.startswith(PRIMARY)), key=lambda name: found[name].ood_accepted)
     return (
-        f"{ood}: at thresholds that accept 95 % of {id_name}, {100 * found[DECISION].ood_accepted:.3g} % of the OOD "
-        f"images are accepted too; with one threshold on {best}, {100 * single[best]:.3g} %."
+        f"{ood}: if thresholds were moved to accept 95 % of {id_name}, {accepted[DECISION]} of these images would be "
+        f"accepted by both of PSC's, {accepted[PRIMARY]} by its OOD score alone, and {accepted[best]} by {best}."
     )
 
 
@@ -278,6 +281,22 @@ def count_by_class(inside: ScoredImages, labels: Int[Tensor, " n"], classes: Seq
     return {name: ClassCounts(*row) for name, row in zip(classes, counts.tolist(), strict=True) if row[0]}
 
 
+@dataclass(frozen=True)
+class Doubled:
+    """What twice the alpha would call out of distribution."""
+
+    alpha: float
+    false_alarms: float  # fraction of the in-distribution images
+    flagged: Mapping[str, float]  # fraction of each OOD set
+
+    @classmethod
+    def of(cls, model: PSC, inside: ScoredImages, outside: Mapping[str, ScoredImages]) -> Doubled:
+        alpha = min(2 * model.policy.alpha, 0.5)
+        limit = model.calibration.ood_score_threshold(alpha)
+        flagged = {name: float((scored.ood[PRIMARY] > limit).double().mean()) for name, scored in outside.items()}
+        return cls(alpha, float((inside.ood[PRIMARY] > limit).double().mean()), flagged)
+
+
 LISTED: Final = 20  # maximum number of classes in the table of classes
 
 
@@ -291,9 +310,11 @@ class ClassificationReport(Report):
     separation: Mapping[str, Mapping[str, Separation]]  # by OOD set and score
     acceptance: Mapping[str, Mapping[str, Acceptance]]  # by OOD set and score
     flagged: Mapping[str, float]  # fraction of each OOD set with p-value ≤ α
-    passed: Mapping[str, float]  # fraction of each OOD set that is neither out of distribution nor ambiguous
+    ood_accepted: Mapping[str, float]  # fraction of each OOD set that is neither out of distribution nor ambiguous
+    doubled: Doubled
     false_alarms: ObservedRate  # in-distribution images with p-value ≤ α
     misses: ObservedRate  # in-distribution images whose (first) label is outside the prediction set
+    risk: float | None  # promised error rate of accepted images; None if none is
     accepted: int  # number of in-distribution images that are neither out of distribution nor ambiguous
     accepted_wrong: int  # number of these whose (first) label is not predicted
     mean_set_size: float  # mean number of classes in a prediction set
@@ -318,26 +339,35 @@ class ClassificationReport(Report):
         return f"{model} (layer {self.model['layer']}) on {self.id_name}: {self.images} images{labels}"
 
     def answers(self) -> dict[str, list[str]]:
-        accepted, alarms = self.accepted, self.false_alarms
-        of_these = (
-            f"; {self.accepted_wrong} of these are wrong ({percent(self.accepted_wrong / accepted)})"
-            if accepted
-            else ""
-        )
-        alarmed = self._most(lambda of: of.false_alarms)
+        alarms = self.false_alarms
         return {
             "Are the answers right?": self._right(),
-            AUTOMATED: [
-                f"{accepted} of {self.images} images are accepted ({percent(accepted / self.images)}){of_these}.",
-                f"The others go to a person: {alarms.count} unusual, {self.images - accepted - alarms.count} unclear.",
+            AUTOMATED: self._automated(),
+            FALSE_ALARMS: [
+                describe_rate("False alarms", alarms),
+                *(f"Most: class {name}." for name in self._most(lambda of: of.false_alarms)),
             ],
-            FALSE_ALARMS: [describe_rate("False alarms", alarms), *(f"Most: class {name}." for name in alarmed)],
-            OTHERS: [each for ood in self.separation for each in self._found(ood)] or [NO_OTHERS],
+            OTHERS: [*(each for ood in self.separation for each in self._found(ood)), *self._remedy()] or [NO_OTHERS],
             "Do prediction sets hold the label?": [
                 describe_rate("Labels outside the prediction set", self.misses),
-                f"A set has {self.mean_set_size:.3g} classes on average.",
+                f"The mean size of a set is {self.mean_set_size:.3g}.",
             ],
         }
+
+    def _automated(self) -> list[str]:
+        """Say how many images are accepted, how many of these are wrong, and what was promised."""
+        accepted, wrong, alarms = self.accepted, self.accepted_wrong, self.false_alarms.count
+        sentences = [f"{accepted} of {self.images} images are accepted ({percent(accepted / self.images)})."]
+        if accepted:
+            low, high = metrics.binomial_interval(wrong, accepted, level=LEVEL)
+            chance = f"{percent(low)} to {percent(high)} with {LEVEL:.0%} confidence"
+            sentences.append(
+                f"Wrong among the accepted: {percent(wrong / accepted)} ({wrong} of {accepted}; {chance})."
+            )
+            if self.risk is not None:
+                kept = "More than promised, which was" if low > self.risk else "As promised:"
+                sentences[-1] += f" {kept} at most {percent(self.risk)}."
+        return [*sentences, f"The others go to a person: {alarms} unusual, {self.images - accepted - alarms} unclear."]
 
     def _right(self) -> list[str]:
         """Say how many answers are right, which class has the fewest, and which classifier is best."""
@@ -353,14 +383,27 @@ class ClassificationReport(Report):
         if len(self.by_class) < 2:
             return []
         name, found = max(self.by_class.items(), key=lambda item: count(item[1]) / item[1].images)
-        return [f"{name} ({count(found)} of {found.images})"] if count(found) else []
+        part = count(found)
+        return [f"{name}, {percent(part / found.images)} ({part} of {found.images})"] if part else []
+
+    def _remedy(self) -> list[str]:
+        """Say what twice the alpha would do, and what to do with labels, if not nearly all other images are found."""
+        if not self.flagged or min(self.flagged.values()) >= ACCEPTED:
+            return []
+        doubled = self.doubled
+        found = ", ".join(f"{percent(part)} of {name}" for name, part in doubled.flagged.items())
+        return [
+            f"With alpha {doubled.alpha:g} (psc-serve --alpha, ?alpha= of a request): {found}, and "
+            f"{percent(doubled.false_alarms)} of {self.id_name}. Ten such images teach it: psc-recalibrate --learn."
+        ]
 
     def _found(self, ood: str) -> list[str]:
         """Say how many images of one OOD set are found, and whether another score finds them better."""
         scores, found = self.separation[ood], self.acceptance.get(ood)
+        flagged, accepted = self.flagged[ood], self.ood_accepted[ood]
         sentences = [
-            f"{ood}: of {self.ood_images[ood]} images {percent(self.flagged[ood])} are called out of distribution and "
-            f"{percent(self.passed[ood])} are accepted.",
+            f"{ood}: of {self.ood_images[ood]} images {percent(flagged)} are called out of distribution, "
+            f"{percent(max(0.0, 1 - flagged - accepted))} unclear, and {percent(accepted)} are accepted.",
             compare_scores(ood, scores),
             *better_fields(ood, scores, self.id_name, self.false_alarms.nominal),
         ]
@@ -400,9 +443,8 @@ class ClassificationReport(Report):
             for name, of in listed
         ]
         few = len(listed) < len(self.by_class)
-        return Table(
-            f"By class{f', the {LISTED} with most errors of {len(self.by_class)}' if few else ''}", header, rows
-        )
+        title = f"By class{f', the {LISTED} with most errors of {len(self.by_class)}' if few else ''}"
+        return Table(title, header, rows, folded=False)
 
     def _separation_of(self, ood: str) -> Table:
         ranked = sorted(self.separation[ood].items(), key=lambda item: -item[1].auroc)
@@ -594,9 +636,11 @@ class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClas
             separation={name: separation(inside.ood, scored.ood, alpha) for name, scored in outside.items()},
             acceptance={name: acceptance(inside.ood, scored.ood, inside.correct) for name, scored in outside.items()},
             flagged={name: float(scored.alarm.double().mean()) for name, scored in outside.items()},
-            passed={name: float(scored.accepted.double().mean()) for name, scored in outside.items()},
+            ood_accepted={name: float(scored.accepted.double().mean()) for name, scored in outside.items()},
+            doubled=Doubled.of(model, inside, outside),
             false_alarms=observed_rate(inside.alarm, alpha, calibration_images),
             misses=observed_rate(~inside.covered, 1 - model.policy.coverage, calibration_images),
+            risk=model.policy.risk,
             accepted=int(inside.accepted.sum()),
             accepted_wrong=int((inside.accepted & ~inside.correct).sum()),
             mean_set_size=float(inside.set_size.double().mean()),

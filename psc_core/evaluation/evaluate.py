@@ -40,6 +40,7 @@ class ObservedRate:
     nominal: float
     count: int  # number of images with the event
     images: int  # number of test images
+    calibrated_on: int  # number of calibration images
     level: float  # confidence level of the three intervals
     interval: RateInterval  # rates that explain the count (Clopper–Pearson)
     acceptance: CountInterval  # counts that the nominal rate explains (binomial)
@@ -64,6 +65,7 @@ def observed_rate(happened: Bool[Tensor, " n"], nominal: float, calibration_imag
         nominal=nominal,
         count=count,
         images=images,
+        calibrated_on=calibration_images,
         level=LEVEL,
         interval=metrics.binomial_interval(count, images, level=LEVEL),
         acceptance=metrics.binomial_acceptance(images, nominal, level=LEVEL),
@@ -79,6 +81,7 @@ class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: Mapping[str, str] = field(default_factory=dict)  # what columns and rows mean, by their title
+    folded: bool = True  # whether a page shows it on demand only
 
     def to_text(self) -> str:
         head, *lines = align([self.header, *self.rows])
@@ -105,7 +108,7 @@ def describe_rate(what: str, rate: ObservedRate) -> str:
         "lower than stated": f"Fewer than promised: down to {low} can be chance",
     }
     measured = f"{percent(rate.rate)} ({rate.count} of {rate.images}), target {percent(rate.nominal)}"
-    return f"{what}: {measured}. {found[rate.assessment]}."
+    return f"{what}: {measured}. {found[rate.assessment]} where {rate.calibrated_on} images set the threshold."
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class Report(ABC):
     model: Mapping[str, str]  # identifies the model by at least name, version and layer
     id_name: str  # name of the in-distribution test data
     images: int  # number of these images
+    warnings: tuple[str, ...] = field(default=(), kw_only=True)
 
     @abstractmethod
     def heading(self) -> str:
@@ -141,7 +145,7 @@ class Report(ABC):
         if verbose:
             tables, words = self.tables(), [f"{word}: {meaning}" for word, meaning in self.words().items()]
             parts = [*([table.to_text()] for table in tables), words, *parts]
-        return "\n\n".join([self.heading(), *map("\n".join, parts)]) + "\n"
+        return "\n\n".join([self.heading(), *self._warned(), *map("\n".join, parts)]) + "\n"
 
     def to_markdown(self) -> str:
         """Return the report as a Markdown page."""
@@ -151,7 +155,11 @@ class Report(ABC):
         ]
         tables = [table.to_markdown() for table in self.tables()]
         words = "\n".join(f"- **{word}**: {meaning}" for word, meaning in self.words().items())
-        return "\n\n".join([f"# {self.heading()}", *answers, "## All measurements", *tables, words]) + "\n"
+        parts = [f"# {self.heading()}", *self._warned(), *answers, "## All measurements", *tables, words]
+        return "\n\n".join(parts) + "\n"
+
+    def _warned(self) -> list[str]:
+        return [f"WARNING: {warning}" for warning in self.warnings]
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:

@@ -18,8 +18,19 @@ from psc_core.evaluation.classification import ClassificationEvaluator, ScoredIm
 from psc_core.evaluation.evaluate import PRIMARY
 from psc_core.metrics import ECE_BINS
 from psc_core.model import PSC
-from psc_core.report.content import GLOSSARY, PREDICTORS, TEXTS, Facts, Picture, Role, ScoredSet, TaskReport, parts_of
-from psc_core.report.page import KNOWN, LIMIT, Figures, axes_of, scores
+from psc_core.report.content import (
+    GLOSSARY,
+    NO_CLASS,
+    PREDICTORS,
+    TEXTS,
+    Facts,
+    Picture,
+    Role,
+    ScoredSet,
+    TaskReport,
+    parts_of,
+)
+from psc_core.report.page import KNOWN, LIMIT, UNKNOWN, Figures, axes_of, scores
 from psc_core.tasks.classification import Calibration, Classification
 
 CLASSES: Final = 20  # maximum number of classes whose images are shown
@@ -47,6 +58,11 @@ def thumbnail(data: ImageDataset, index: int) -> UInt8[Tensor, "channels height 
     return smaller.round().clamp(0, 255).to(torch.uint8)
 
 
+def picture_of(why: str, label: int, data: ImageDataset, scored: ScoredImages, at: int) -> Picture:
+    score, entropy = float(scored.ood[PRIMARY][at]), float(scored.entropy[PRIMARY][at])
+    return Picture(why, label, int(scored.predicted[at]), score, entropy, thumbnail(data, at))
+
+
 def _first(order: Tensor, chosen: Tensor) -> list[int]:
     """Return the positions of the :data:`EACH` smallest values of ``order`` among the chosen."""
     positions = chosen.nonzero().flatten()
@@ -69,7 +85,9 @@ def reliability(images: ClassificationSet) -> Figure | None:
         count = index.bincount(minlength=ECE_BINS)
         sums = [torch.zeros(ECE_BINS).index_add_(0, index, part.float()) for part in (confidence, images.correct[name])]
         x, y = ((part[count > 0] / count[count > 0]).numpy() for part in sums)
-        axis.plot(x, y, "o-", ms=3, lw=1, label=PREDICTORS.get(name, name), color=_colour(name))
+        share = (count[count > 0] / count.sum()).numpy()
+        axis.plot(x, y, lw=0.6, alpha=0.5, color=_colour(name))
+        axis.scatter(x, y, s=4 + 80 * share, label=PREDICTORS.get(name, name), color=_colour(name))
     axis.set(xlabel="confidence", ylabel="fraction right", xlim=(0, 1), ylim=(0, 1))
     axis.legend(fontsize=7)
     return figure
@@ -102,7 +120,7 @@ def confusion(images: ClassificationSet, classes: Sequence[str]) -> Figure | Non
     figure.colorbar(mapped, ax=axis, shrink=0.8)
     axis.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
     axis.set_yticks(range(len(names)), names, fontsize=7)
-    for row, column in ((shown >= 0.005) & (shown < 0.995)).nonzero().tolist():
+    for row, column in (shown >= 0.005).nonzero().tolist():
         value = float(shown[row, column])
         axis.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=5, color="w" if value > 0.5 else "k")
     axis.set(xlabel="predicted", ylabel="label")
@@ -124,7 +142,7 @@ def most_confused(
 
 
 def _colour(classifier: str) -> str | None:
-    return {"original": LIMIT, "psc": KNOWN}.get(classifier)
+    return {"original": LIMIT, "psc": KNOWN, "temperature": UNKNOWN}.get(classifier)
 
 
 class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
@@ -145,7 +163,7 @@ class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
         "roc": TEXTS["roc"],
         "reliability": (
             "Is the confidence honest?",
-            "On the diagonal, of the images with confidence 80 %, 80 % are right.",
+            "On the diagonal, of the images with confidence 80 %, 80 % are right. Larger dots stand for more images.",
         ),
         "risk-coverage": (
             "What abstaining gains",
@@ -230,15 +248,27 @@ class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
     def pictures_of(self, data: ImageDataset, scored: ScoredImages) -> tuple[Picture, ...]:
         """Return the most unusual, most ambiguous and most typical images of the first :data:`CLASSES` classes."""
         labels, score, entropy = data.first_labels(), scored.ood[PRIMARY], scored.entropy[PRIMARY]
-        ranked: Mapping[str, Tensor] = {"most unusual": -score, "most ambiguous": -entropy, "most typical": score}
+        every, wrong = torch.ones_like(scored.accepted), scored.accepted & ~scored.correct
+        ranked: Mapping[str, tuple[Tensor, Tensor]] = {
+            "accepted, but wrong": (entropy, wrong),
+            "most unusual": (-score, every),
+            "most ambiguous": (-entropy, every),
+            "most typical": (score, every),
+        }
         return tuple(
-            Picture(
-                why, label, int(scored.predicted[at]), float(score[at]), float(entropy[at]), thumbnail(data, at)
-            )
+            picture_of(why, label, data, scored, at)
             for label in range(min(CLASSES, len(data.classes)))
-            for why, order in ranked.items()
-            for at in _first(order, labels == label)
-        )  # fmt: skip
+            for why, (order, among) in ranked.items()
+            for at in _first(order, among & (labels == label))
+        )
+
+    def accepted_of(self, name: str, data: ImageDataset, scored: ScoredImages) -> tuple[Picture, ...]:
+        """Return the least unusual accepted images of every class that is predicted for some."""
+        return tuple(
+            picture_of(f"{name}, accepted", NO_CLASS, data, scored, at)
+            for predicted in scored.predicted[scored.accepted].bincount().nonzero()[:CLASSES]
+            for at in _first(scored.ood[PRIMARY], scored.accepted & (scored.predicted == predicted))
+        )
 
     def warnings_of(self, metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[str]:
         above, error = head.get("nll_above_own", 0.0), head.get("nll_above_own_error", 0.0)

@@ -32,7 +32,7 @@ from psc_core.evaluation.evaluate import Evaluation
 from psc_core.fit import Stages
 from psc_core.fit_data import FitData
 from psc_core.heads.base import Scored
-from psc_core.metrics import in_practice
+from psc_core.metrics import calibrated_rate, in_practice
 from psc_core.model import FittedModel
 from psc_core.tasks.base import BaseCalibration, Task
 
@@ -62,6 +62,7 @@ GLOSSARY: Final[Mapping[str, str]] = {
 }
 
 FILE: Final = "report.safetensors"
+NO_CLASS: Final = -1  # the label of an image of none of the classes
 _METADATA: Final = "report"
 
 
@@ -93,8 +94,8 @@ class ScoredSet:
 
 @dataclass(frozen=True)
 class Picture:
-    why: str  # "most unusual", "most ambiguous" or "most typical"
-    label: int  # class index
+    why: str  # such as "most unusual"
+    label: int  # class index, or NO_CLASS
     predicted: int
     ood_score: float
     entropy: float
@@ -204,6 +205,10 @@ class TaskReport(ABC, Generic[AnyModel, AnyScored]):
 
     def pictures_of(self, data: ImageDataset, scored: AnyScored) -> tuple[Picture, ...]:
         """Return the images to show; none by default."""
+        return ()
+
+    def accepted_of(self, name: str, data: ImageDataset, scored: AnyScored) -> tuple[Picture, ...]:
+        """Return out-of-distribution images to show that are accepted; none by default."""
         return ()
 
     @abstractmethod
@@ -368,12 +373,16 @@ class Facts:
         texts = {name: f"{100 * share:.{0 if share >= 0.1 else 1}f} %" for name, share in shares.items()}
         alpha = f"{100 * self.manifest.policy.alpha:.3g} %"
         set_by = ", by which the thresholds are set" if images.role is Role.VALIDATION else ""
+        low, high = calibrated_rate(self.manifest.policy.alpha, len(self.calibration))
         lines = [
             f"of {self.quality_images} {images.role.value}{set_by}: {texts['accepted']} accepted, {texts['unclear']} "
-            f"unclear, {texts['unusual']} unusual (false alarms, target {alpha})"
+            f"unclear, {texts['unusual']} unusual (false alarms, target {alpha}; "
+            f"{100 * low:.2g} to {100 * high:.2g} % where {len(self.calibration)} images set the threshold)"
         ]
         if "wrong" in shares:
             lines.append(f"of the accepted ones {texts['wrong']} {self.of_task.wrong}")
+        for name, found in self.flagged_as(Role.OOD).items():
+            lines.append(f"of {name} {100 * found:.3g} % found unusual")
         if synthetic := self.flagged_as(Role.SYNTHETIC):
             least, most = (pick(synthetic, key=synthetic.__getitem__) for pick in (min, max))
             lines.append(
@@ -382,6 +391,18 @@ class Facts:
                 f"{100 * synthetic[most]:.0f} % ({most})"
             )
         return lines
+
+    @property
+    def answered_by(self) -> str:
+        """How good each predictor is on :attr:`measured`, and which answers; empty if nothing was measured."""
+        metric, title = next(iter(self.of_task.columns.items()))
+        found = [
+            f"{name} {values[metric]:{self.of_task.digits}}"
+            for name, values in self.quality.items()
+            if metric in values
+        ]
+        by = "the head answers" if self.manifest.predictions == "psc" else "the original network's output answers"
+        return f"{title} on {self.quality_images} images: {', '.join(found)}; {by}" if found else ""
 
     def cells(self, quality: Mapping[str, float]) -> list[str]:
         """Format the metrics of a predictor in the order of the task's columns, with a dash for a missing one."""
@@ -411,7 +432,7 @@ class Facts:
         """Return the last lines of a fit on the terminal; unless ``verbose``, without what the report has too."""
         lines = [self.headline, *self.verdict]
         if not verbose and self.verdict:
-            lines += filter(None, [self.kept_images])
+            lines += filter(None, [self.answered_by, self.kept_images])
             return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
         if self.quality:
             width = max(map(len, self.quality))
@@ -509,7 +530,8 @@ def collect_test(
     sets = model.task.report()
     outside = (sets.scored_set(name, Role.OOD, ood[name], scored) for name, scored in found.outside.items())
     inside = sets.scored_set("test", Role.TEST, id_data, found.inside)
-    return Content(model.version, (inside, *outside), sets.pictures_of(id_data, found.inside))
+    accepted = [each for name, scored in found.outside.items() for each in sets.accepted_of(name, ood[name], scored)]
+    return Content(model.version, (inside, *outside), (*sets.pictures_of(id_data, found.inside), *accepted))
 
 
 def synthetic_sets(

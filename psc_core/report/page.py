@@ -154,10 +154,12 @@ def scores(sets: Sequence[ScoredSet], score: str, title: str, limit: float | Non
             axis.text(1.01, base + 0.3, f"{above:.1%} above", transform=axis.get_yaxis_transform(), fontsize=7)
     if limit is not None:
         axis.axvline(limit, ls="--", lw=1, color=LIMIT)
-    spaced = stretch(np.linspace(squeeze(low), squeeze(high), TICKS))
-    axis.set_xticks(
-        [round(tick, -math.floor(math.log10(gap))) for tick, gap in zip(spaced, np.diff(spaced), strict=False)]
-    )
+    ticks = stretch(np.linspace(squeeze(low), squeeze(high), TICKS))
+    gaps = np.pad(np.diff(ticks), 1, constant_values=math.inf)
+    ticks = [
+        round(tick, -math.floor(math.log10(gap))) for tick, gap in zip(ticks, map(min, gaps, gaps[1:]), strict=False)
+    ]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_yticks([len(rows) - 1 - row + 0.3 for row in range(len(rows))], [name for name, _, _ in rows])
     axis.tick_params(axis="y", length=0)
     axis.set(xlabel=f"{title}; each set drawn to its own height, ends hold what lies beyond")
@@ -305,7 +307,7 @@ def _values(facts: Facts, repository: str = "") -> dict[str, Any]:
 
 
 def _gallery(facts: Facts) -> list[dict[str, Any]]:
-    classes = facts.manifest.classes
+    classes = (*facts.manifest.classes, "none of the classes")  # the last for NO_CLASS
     found: dict[int, dict[str, list[dict[str, Any]]]] = {}
     for picture in facts.content.pictures:
         entry = {

@@ -438,7 +438,8 @@ class Classification(Task):
         if settings.risk is not None and images < fewest_to_show(settings.risk):
             raise UsageError(
                 f"a risk of {settings.risk:g} cannot be shown with {images} calibration images, even if all are right: "
-                f"it takes {fewest_to_show(settings.risk)}; give more images, or ask for a higher risk or for none"
+                f"it takes {fewest_to_show(settings.risk)} of them, twice as many validation images; give more, or ask "
+                "for a higher risk, or for auto"
             )
         if settings.predictions == "original":
             for name, default in (("head", next(iter(cls.heads))), ("head_input", DEFAULTS.head_input)):

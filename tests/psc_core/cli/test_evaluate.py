@@ -142,3 +142,19 @@ def test_eval_writes_its_report(tiny_job, tiny_bundle: Path, data_root: Path, tm
     assert (tmp_path / "report.md").exists()
     page = (tmp_path / "report.html").read_text()
     assert all(f">{name}</th>" in page for name in ("training", "validation", "turned", "test", "fashion"))
+    assert report["warnings"] == [] and "Accuracy: fraction of right" not in out
+
+
+def test_images_of_the_fit_are_named_wherever_the_report_is_read(
+    tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle, data = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle")), f"mnist:{data_root}"
+    digest = open_dataset(data, split="test", preprocess=PRESETS["mnist"]).digest()
+    forge.edit(bundle, lambda body: body.update(provenance={"val": {"sha256": digest}}))
+    (bundle / "report.safetensors").unlink()  # of the bundle before
+    words = ["--bundle", str(bundle), "--id", data, "--allow-factories", "tests.tiny:network", "--verbose"]
+    code, out, err = run(capsys, cli_eval.main, [*words, "--device", "cpu", "--out", str(tmp_path / "report")])
+    warning = "images of mnist are validation images of the model"
+    written = [(tmp_path / "report" / name).read_text() for name in ("report.json", "report.md", "report.html")]
+    assert code == 0 and all(warning in text for text in (out, err, *written))
+    assert "Accuracy: fraction of right answers" in out

@@ -92,8 +92,7 @@ def test_knn_equals_loop(bank: int, queries: int, neighbours: int, seed: int) ->
     rows = nn.functional.normalize(torch.randn(bank + queries, 3, generator=generator, dtype=torch.float64))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(baselines, "BANK_CHUNK", 4)
-        patch.setattr(baselines, "NEIGHBOURS", neighbours)
-        got = knn_score(rows[bank:], rows[:bank])
+        got = knn_score(rows[bank:], rows[:bank], neighbours)
     expected = [naive.knn_distance(row, rows[:bank].tolist(), neighbours) for row in rows[bank:].tolist()]
     assert got.tolist() == pytest.approx(expected, abs=1e-7)
 
@@ -136,6 +135,17 @@ def test_full_density_keeps_the_rank_of_the_features(kind: str) -> None:
     density = full_density(z, torch.arange(400) % 3, num_classes=3, kind=kind)
     assert density.record["components"] == 5
     assert bool(density(z).log_density.isfinite().all())
+
+
+def test_small_classes_have_few_neighbours(fitted: Baselines) -> None:
+    few = fit_baselines(trained(), "pool", images(36, 1), images(30, 2), compute=CPU)
+    assert (fitted.neighbours, few.neighbours) == (30, 6)
+    # With more of them than a class has, images of a class are farther from the last than one between the classes.
+    bank = nn.functional.normalize(torch.eye(3).repeat(12, 1) + 0.05 * torch.randn(36, 3))
+    between = nn.functional.normalize(torch.ones(1, 3))
+    for neighbours, is_found in ((few.neighbours, True), (18, False)):
+        known = knn_score(bank, bank, neighbours)
+        assert (known < knn_score(between, bank, neighbours)).all() == is_found
 
 
 def test_bank_is_a_seeded_subset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,12 +28,13 @@ from psc_core.evaluation.classification import (
     ClassCounts,
     ClassificationEvaluator,
     ClassificationReport,
+    Doubled,
     Separation,
     acceptance,
     ambiguity,
     separation,
 )
-from psc_core.evaluation.evaluate import ObservedRate, evaluate
+from psc_core.evaluation.evaluate import AUTOMATED, OTHERS, ObservedRate, evaluate
 from psc_core.heads.base import Scored, entropy
 from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import Preprocess
@@ -154,9 +155,12 @@ def test_equals_loops(psc: PSC) -> None:
     accepted = ((served["predictive_entropy"] <= 1.0) & ~(served["ood_p_value"] <= 0.05)).tolist()
     assert 0 < report.accepted == sum(accepted) < 120
     assert report.accepted_wrong == sum(a and not c for a, c in zip(accepted, correct, strict=True))
-    assert report.passed["outside"] == pytest.approx(
+    assert report.ood_accepted["outside"] == pytest.approx(
         float(((unusual["predictive_entropy"] <= 1.0) & ~(unusual["ood_p_value"] <= 0.05)).double().mean())
     )
+    assert report.doubled.alpha == 0.1
+    assert report.doubled.false_alarms == pytest.approx(float((served["ood_p_value"] <= 0.1).double().mean()))
+    assert report.doubled.flagged["outside"] == float((unusual["ood_p_value"] <= 0.1).double().mean())
     for label, name in enumerate(data.classes):
         of_class = (y == label).tolist()
         alarms = (served["ood_p_value"] <= 0.05).tolist()
@@ -303,7 +307,9 @@ def classification(nll: float) -> dict[str, float]:
 
 
 def rate(count: int) -> ObservedRate:
-    return ObservedRate(0.05, count, 1000, 0.99, RateInterval(0.03, 0.07), CountInterval(33, 69), CountInterval(20, 80))
+    return ObservedRate(
+        0.05, count, 1000, 199, 0.99, RateInterval(0.03, 0.07), CountInterval(33, 69), CountInterval(20, 80)
+    )
 
 
 REPORT = ClassificationReport(
@@ -337,7 +343,9 @@ REPORT = ClassificationReport(
         for name in ("fashion", "near|far", "hard")
     },
     flagged={"fashion": 0.93, "near|far": 0.5, "hard": 0.4},
-    passed={"fashion": 0.05, "near|far": 0.45, "hard": 0.5},
+    ood_accepted={"fashion": 0.05, "near|far": 0.45, "hard": 0.5},
+    doubled=Doubled(0.1, 0.09, {"fashion": 0.97, "near|far": 0.6, "hard": 0.5}),
+    risk=0.01,
     false_alarms=rate(50),
     misses=rate(95),
     accepted=800,
@@ -351,29 +359,41 @@ REPORT = ClassificationReport(
 def test_summary_names_wins_ties_and_losses() -> None:
     right, automated, alarms, others, sets = REPORT.answers().values()
     found = {ood: [line for line in others if line.startswith(f"{ood}:")] for ood in REPORT.separation}
-    (fashion, wins, better, fashion_accepted), (_, tie, _), (_, loses, _) = found.values()
-    assert "500 images 93 % are called" in fashion and "5 % are accepted" in fashion
+    (fashion, wins, better, moved), (_, tie, _), (_, loses, _) = found.values()
+    assert "500 images 93 % are called" in fashion and "2 % unclear, and 5 % are accepted" in fashion
     assert "PSC wins" in wins and "gda" in wins and "predictive_entropy > 1.25" in better
-    assert "2 % of the OOD" in fashion_accepted and "knn, 3 %" in fashion_accepted
+    assert "2 % of these" in moved and "4 % by its OOD score" in moved and "3 % by knn" in moved
+    assert "alpha 0.1" in others[-1] and "50 % of hard, and 9 % of mnist" in others[-1]
     assert "PSC ties with knn" in tie and "PSC loses to knn, gda" in loses
-    assert "96 % of 1000" in right[0] and "two|three (30 of 400)" in right[1]
+    assert "96 % of 1000" in right[0] and "two|three, 7.5 % (30 of 400)" in right[1]
     assert "best is psc and original and temperature" in right[2]
-    assert "As promised" in alarms[0] and "one (40 of 600)" in alarms[1] and "More than promised" in sets[0]
-    assert "800 of 1000 images are accepted (80 %); 16 of these are wrong (2 %)" in automated[0]
-    assert "50 unusual, 150 unclear" in automated[1]
+    assert "As promised" in alarms[0] and "one, 6.67 % (40 of 600)" in alarms[1] and "More than promised" in sets[0]
+    assert "where 199 images set the threshold" in alarms[0]
+    assert "800 of 1000 images are accepted (80 %)" in automated[0]
+    low, high = metrics.binomial_interval(16, 800, level=0.99)
+    assert f"2 % (16 of 800; {100 * low:.3g} % to {100 * high:.3g} %" in automated[1] and low < 0.01
+    assert automated[1].endswith("As promised: at most 1 %.")
+    assert "50 unusual, 150 unclear" in automated[2]
+    broken, silent = (dataclasses.replace(REPORT, **of) for of in ({"accepted_wrong": 24}, {"risk": None}))
+    assert "More than promised, which was at most 1 %" in broken.answers()[AUTOMATED][1]
+    assert "promised" not in silent.answers()[AUTOMATED][1]
 
 
 def test_answers_say_what_was_not_measured() -> None:
-    none = dataclasses.replace(REPORT, accepted=0, accepted_wrong=0, by_class={"one": ClassCounts(9, 5, 2, 1, 1)})
+    of_one, found = {"one": ClassCounts(9, 5, 2, 1, 1)}, {"fashion": 0.99, "near|far": 0.95, "hard": 1.0}
+    none = dataclasses.replace(REPORT, accepted=0, accepted_wrong=0, by_class=of_one, flagged=found)
     right, automated, alarms, *_ = none.answers().values()
-    assert automated[0] == "0 of 1000 images are accepted (0 %)."
+    assert automated[0] == "0 of 1000 images are accepted (0 %)." and "Wrong" not in automated[1]
+    assert not any("alpha" in line for line in none.answers()[OTHERS])  # nearly all are found
     assert not any("class" in line for line in (*right, *alarms))  # one class is not compared
     alone_separated, quality = {"fashion": {"psc": separated(0.99, 0, 0)}}, {"psc": classification(0.1)}
     own = {"fashion": {"psc-decision": Acceptance(0.02, 0.3), "psc": Acceptance(0.04, 0.35)}}
-    alone = dataclasses.replace(REPORT, separation=alone_separated, acceptance=own, classification=quality)
+    alone = dataclasses.replace(
+        REPORT, separation=alone_separated, acceptance=own, classification=quality, flagged={"fashion": 1.0}
+    )
     *_, others, _ = alone.answers().values()
     assert len(others) == 2 and "no other method" in others[1]
-    *_, others, _ = dataclasses.replace(REPORT, separation={}, acceptance={}).answers().values()
+    *_, others, _ = dataclasses.replace(REPORT, separation={}, acceptance={}, flagged={}).answers().values()
     assert len(others) == 1 and "--ood" in others[0]
 
 

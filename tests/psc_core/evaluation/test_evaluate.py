@@ -32,7 +32,7 @@ def test_a_model_of_any_task_is_measured(
 )
 def test_assessment_at_the_edges(count: int, assessment: str) -> None:
     interval, counted, expected = RateInterval(0.03, 0.07), CountInterval(33, 69), CountInterval(20, 80)
-    assert ObservedRate(0.05, count, 1000, 0.99, interval, counted, expected).assessment == assessment
+    assert ObservedRate(0.05, count, 1000, 199, 0.99, interval, counted, expected).assessment == assessment
 
 
 def test_observed_rates_follow_the_beta_binomial() -> None:
