@@ -393,6 +393,17 @@ class Facts:
         return lines
 
     @property
+    def blindness(self) -> list[str]:
+        """A warning if synthetic OOD images are called unusual hardly more often than ordinary ones may be."""
+        found, alpha = self.shares.get("found"), self.manifest.policy.alpha
+        if found is None or found > 2 * alpha:
+            return []
+        return [
+            f"of synthetic OOD images {100 * found:.2g} % are found unusual, of ordinary ones {100 * alpha:.3g} % may "
+            "be: this model will miss unusual images; leave out --layer, --density and --ood-score if you gave them"
+        ]
+
+    @property
     def answered_by(self) -> str:
         """How good each predictor is on :attr:`measured`, and which answers; empty if nothing was measured."""
         metric, title = next(iter(self.of_task.columns.items()))
@@ -464,7 +475,9 @@ def facts_about(folder: Path, manifest: Manifest, calibration: BaseCalibration, 
             "report of test images with psc-eval --out"
         )
     collapse, chosen = _collapse_of(manifest)
-    return Facts(folder, manifest, content, calibration, collapse, chosen, tuple(_warnings(manifest, chosen, content)))
+    warnings = _warnings(manifest, chosen, content)
+    facts = Facts(folder, manifest, content, calibration, collapse, chosen, tuple(warnings))
+    return replace(facts, warnings=(*warnings, *facts.blindness))
 
 
 def _collapse_of(manifest: Manifest) -> tuple[CollapseReport | None, ChosenLayer | None]:

@@ -146,6 +146,15 @@ def test_shares_of_decisions(shipped_bundle: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(("found", "is_blind"), [(0, True), (4, True), (5, False), (40, False)])
+def test_a_model_that_finds_nothing_is_warned_of(shipped_bundle: Path, found: int, is_blind: bool) -> None:
+    version = read_bundle(shipped_bundle).manifest.version
+    known = image_set("validation", Role.VALIDATION, [0.0, 0.1])
+    made = image_set("turned", Role.SYNTHETIC, [99.0] * found + [0.0] * (40 - found))
+    of_bundle = facts_of(read_bundle(shipped_bundle), Content(version, (known, made)))
+    assert any("will miss unusual images" in text for text in of_bundle.warnings) == is_blind
+
+
 def test_where_nothing_is_accepted_nothing_is_said_of_errors(shipped_bundle: Path) -> None:
     version = read_bundle(shipped_bundle).manifest.version
     images = image_set("validation", Role.VALIDATION, [99.0, 98.0])
