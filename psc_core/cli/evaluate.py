@@ -94,6 +94,7 @@ def evaluate(args: argparse.Namespace) -> None:
         baselines = task.open_baselines(model, args.weights, **fitted_on, batch_images=args.batch_images)
     found = measure(model, id_data, ood, baselines, batch_images=args.batch_images)
     measured = replace(found.report, warnings=(warning,) if warning else ())
+    text = measured.to_text(verbose=args.verbose)
     if args.out:
         (args.out / "report.json").write_text(json.dumps(measured.to_json(), indent=2) + "\n")
         (args.out / "report.md").write_text(measured.to_markdown())
@@ -101,10 +102,8 @@ def evaluate(args: argparse.Namespace) -> None:
             Content.load(args.bundle, type(model.task)) if (args.bundle / FILE).exists() else Content(model.version)
         )
         content = fitted.extended_by(collect_test(model, id_data, ood, found))
-        written = page.write(facts_of(bundle, content), args.out, measured)
-    print(measured.to_text(verbose=args.verbose))
-    if args.out:
-        print(f"report: {written}")
+        text += f"\nreport: {page.write(facts_of(bundle, content), args.out, measured)}"
+    print(text)
 
 
 def open_others(given: Iterable[str], preprocess: Preprocess) -> dict[str, ImageDataset]:

@@ -291,7 +291,7 @@ class Doubled:
 
     @classmethod
     def of(cls, model: PSC, inside: ScoredImages, outside: Mapping[str, ScoredImages]) -> Doubled:
-        alpha = min(2 * model.policy.alpha, 0.5)
+        alpha = min(2 * model.policy.alpha, (1 + model.policy.alpha) / 2)
         limit = model.calibration.ood_score_threshold(alpha)
         flagged = {name: float((scored.ood[PRIMARY] > limit).double().mean()) for name, scored in outside.items()}
         return cls(alpha, float((inside.ood[PRIMARY] > limit).double().mean()), flagged)
