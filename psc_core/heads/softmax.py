@@ -6,7 +6,8 @@
 
 by Newton's method with conjugate gradients, from a fixed start: deterministic, no step size.  A step takes one pass
 over the examples, in blocks of features and float64.  τ is chosen by selection NLL along a path from strong to weak,
-each fit starting from the one before; the fit with the chosen one is then run to :data:`TOLERANCE`.
+each fit starting from the one before; the fit with the chosen one is then run to :data:`TOLERANCE`.  A weaker prior has
+to be worth it: where hardly a selection example is wrong, the NLL falls as long as the weights grow.
 
 With ``θ = [W b]``, ``φ̃ = (φ, 1)`` and ``p`` the probabilities at the start of a step, the curvature
 
@@ -236,13 +237,20 @@ def choose_posterior(
     return next(choice for choice in found if choice.selection_nll <= limit)
 
 
+def worth(labels: Int[Tensor, " m"]) -> float:
+    """Return what a number that is chosen has to gain over m examples, log(m) / 2 nats (Schwarz 1978).
+
+    A smaller gain is within the error of the estimate.
+    """
+    return math.log(len(labels)) / 2
+
+
 def choose_temperature(
     mean: Float[Tensor, "m classes"], variance: Float[Tensor, " m #classes"], labels: Int[Tensor, " m"]
 ) -> float:
     """Return T of the least NLL plus prior within :data:`TEMPERATURES`, or 1.
 
-    One that is not 1 has to gain log(m) / 2 nats over the m examples (Schwarz 1978): a smaller gain is within the error
-    of the estimate.
+    One that is not 1 has to gain :func:`worth` over the examples.
     """
 
     def loss(log_temperature: float) -> float:
@@ -253,7 +261,7 @@ def choose_temperature(
     from scipy.optimize import minimize_scalar  # Imported here, so that a service does not load it.
 
     found = minimize_scalar(loss, bounds=limits, method="bounded", options={"xatol": 1e-6})
-    return math.exp(found.x) if found.fun + math.log(len(labels)) / 2 < loss(0.0) else 1.0
+    return math.exp(found.x) if found.fun + worth(labels) < loss(0.0) else 1.0
 
 
 PRIOR_PRECISIONS: Final = (1e4, 1e3, 1e2, 1e1, 1e0, 1e-1, 1e-2)  # τ, for features of unit variance
@@ -297,9 +305,10 @@ def choose_softmax(
     num_classes: int,
     finish: bool = True,
 ) -> SoftmaxFit:
-    """Return the best fit along :data:`PRIOR_PRECISIONS`, until the selection NLL rises.
+    """Return a fit along :data:`PRIOR_PRECISIONS`, until the selection NLL rises: the strongest prior of the best.
 
-    If ``finish``, it is finished, and the progress is reported: with many features, each fit takes minutes.
+    These are the fits whose NLL over the m selection examples is higher than the lowest by at most :func:`worth`.  If
+    ``finish``, it is finished, and the progress is reported: with many features, each fit takes minutes.
     """
 
     origin = torch.zeros(num_classes, train.shape[1] + 1, dtype=torch.float64, device=train.device)
@@ -313,17 +322,19 @@ def choose_softmax(
         return found._replace(selection_nll=nll(found.logits(selection), selection_labels).mean().item())
 
     def walk() -> Iterator[SoftmaxFit]:
-        """Yield the best fit so far after each fit."""
-        best = fit(PRIOR_PRECISIONS[0], origin, PATH_TOLERANCE)
+        """Yield a fit after each that is made, and the one that is chosen last."""
+        path = [fit(PRIOR_PRECISIONS[0], origin, PATH_TOLERANCE)]
         for prior_precision in PRIOR_PRECISIONS[1:]:
-            yield best
-            weaker = fit(prior_precision, best.theta(), PATH_TOLERANCE)
-            if weaker.selection_nll > best.selection_nll:
+            yield path[-1]
+            weaker = fit(prior_precision, path[-1].theta(), PATH_TOLERANCE)
+            if weaker.selection_nll > path[-1].selection_nll:
                 break
-            best = weaker
-        yield best
+            path.append(weaker)
+        limit = path[-1].selection_nll + worth(selection_labels) / len(selection_labels)
+        chosen = next(found for found in path if found.selection_nll <= limit)
+        yield chosen
         if finish:
-            yield fit(best.prior_precision, best.theta(), TOLERANCE)
+            yield fit(chosen.prior_precision, chosen.theta(), TOLERANCE)
 
     fits = track(walk(), total=len(PRIOR_PRECISIONS) + 1, description="head") if finish else walk()
     return deque(fits, maxlen=1).pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -43,14 +44,35 @@ def test_reaches_the_same_minimum_from_any_start() -> None:
     torch.testing.assert_close(weight, elsewhere, rtol=1e-3, atol=1e-3)
 
 
-def test_chooses_the_best_selection_nll() -> None:
-    (z, y), (z_val, y_val) = images(40, 30, 3), images(300, 30, 3, seed=1)
+@pytest.mark.parametrize("count", [40, 400])
+def test_chooses_the_strongest_prior_of_the_best_selection_nll(count: int) -> None:
+    (z, y), (z_val, y_val) = images(count, 30, 3), images(300, 30, 3, seed=1)
     chosen = softmax.choose_softmax(z, y, z_val, y_val, num_classes=3)
-    start = torch.zeros(3, 31, dtype=torch.float64)
+    start, nlls = torch.zeros(3, 31, dtype=torch.float64), {}
     for prior_precision in softmax.PRIOR_PRECISIONS:
         weight, bias = softmax.fit_softmax(z, y, prior_precision=prior_precision, start=start)
-        nll = softmax.nll(z_val @ weight.float().T + bias.float(), y_val).mean().item()
-        assert chosen.selection_nll <= nll + 1e-4
+        nlls[prior_precision] = softmax.nll(z_val @ weight.float().T + bias.float(), y_val).sum().item()
+    limit = min(nlls.values()) + math.log(300) / 2
+    assert chosen.prior_precision == max(precision for precision, nll in nlls.items() if nll <= limit)
+    assert 300 * chosen.selection_nll == pytest.approx(nlls[chosen.prior_precision], abs=0.05)
+
+
+def test_a_selection_without_errors_does_not_choose_the_weakest_prior() -> None:
+    """Its NLL falls as long as the weights grow; other examples of the same classes pay for that."""
+    y = torch.arange(300) % 3
+    z, z_val, z_test = (
+        3.8 * torch.eye(60)[y] + torch.randn(300, 60, generator=torch.Generator().manual_seed(seed))
+        for seed in range(3)
+    )
+    weak = softmax.fit_softmax(z, y, prior_precision=0.01, start=torch.zeros(3, 61, dtype=torch.float64))
+    right = (z_val.double() @ weak[0].T + weak[1]).argmax(1) == y
+    chosen = softmax.choose_softmax(z, y, z_val[right], y[right], num_classes=3)
+    assert chosen.prior_precision > 0.01
+    served, overfit = (
+        softmax.nll(logits, y).mean()
+        for logits in (chosen.logits(z_test.double()), z_test.double() @ weak[0].T + weak[1])
+    )
+    assert served < overfit
 
 
 def in_float64(phi: Tensor, classes: int) -> softmax.Sample:
