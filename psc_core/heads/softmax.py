@@ -322,19 +322,18 @@ def choose_softmax(
         return found._replace(selection_nll=nll(found.logits(selection), selection_labels).mean().item())
 
     def walk() -> Iterator[SoftmaxFit]:
-        """Yield a fit after each that is made, and the one that is chosen last."""
-        path = [fit(PRIOR_PRECISIONS[0], origin, PATH_TOLERANCE)]
+        """Yield the strongest of the best fits so far after each fit."""
+        gain = worth(selection_labels) / len(selection_labels)
+        best = [fit(PRIOR_PRECISIONS[0], origin, PATH_TOLERANCE)]  # the last has the least NLL
         for prior_precision in PRIOR_PRECISIONS[1:]:
-            yield path[-1]
-            weaker = fit(prior_precision, path[-1].theta(), PATH_TOLERANCE)
-            if weaker.selection_nll > path[-1].selection_nll:
+            yield best[0]
+            weaker = fit(prior_precision, best[-1].theta(), PATH_TOLERANCE)
+            if weaker.selection_nll > best[-1].selection_nll:
                 break
-            path.append(weaker)
-        limit = path[-1].selection_nll + worth(selection_labels) / len(selection_labels)
-        chosen = next(found for found in path if found.selection_nll <= limit)
-        yield chosen
+            best = [*(each for each in best if each.selection_nll <= weaker.selection_nll + gain), weaker]
+        yield best[0]
         if finish:
-            yield fit(chosen.prior_precision, chosen.theta(), TOLERANCE)
+            yield fit(best[0].prior_precision, best[0].theta(), TOLERANCE)
 
     fits = track(walk(), total=len(PRIOR_PRECISIONS) + 1, description="head") if finish else walk()
     return deque(fits, maxlen=1).pop()
