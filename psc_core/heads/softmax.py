@@ -252,6 +252,7 @@ def choose_temperature(
 
     One that is not 1 has to gain :func:`worth` over the examples.
     """
+    mean, variance = mean.double(), variance.double()  # the rounding of float32 moves a flat minimum by 10⁻⁴
 
     def loss(log_temperature: float) -> float:
         prior = PRIOR_IMAGES * (math.exp(-log_temperature) - 1 + log_temperature)

@@ -81,7 +81,7 @@ def test_a_folder_of_timm_needs_no_other_flag(timm_job: folders.Job, tmp_path: P
     words = ["--bundle", str(tmp_path / "b"), "--id", str(timm_job.val), "--device", "cpu", "--weights", weights]
     code, out, err = run(capsys, evaluate, [*words, "--train", str(timm_job.train), "--val", str(timm_job.val)])
     assert code == 0, err
-    assert "Classification" in out
+    assert "Are the answers right?" in out
 
 
 def test_what_cannot_be_stored_is_told_before_a_fit(hf_job: folders.Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]

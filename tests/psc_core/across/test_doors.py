@@ -182,7 +182,7 @@ def test_detectors_beside_an_onnx_network(exported: Exported, tmp_path: Path, ca
         pixels = np.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(noise / f"{number}.png")
     words += ["--ood", f"noise={noise}", "--device", "cpu"]
-    assert evaluate([*words, "--weights", str(file)]) == 0
+    assert evaluate([*words, "--verbose", "--weights", str(file)]) == 0
     assert "energy" in capsys.readouterr().out.lower()
     assert evaluate([*words, "--weights", str(as_checkpoint(tmp_path / "net.pth", exported.net))]) == 2
     assert "expected --weights to be an ONNX file" in capsys.readouterr().err

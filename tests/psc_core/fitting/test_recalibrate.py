@@ -66,7 +66,7 @@ def sample(log: Log, model: FittedModel) -> Sample:
 
 
 def test_only_the_calibration_is_another(model: FittedModel, sample: Sample, tmp_path: Path) -> None:
-    found = recalibrate_from_sample(model, sample, {"risk": 0.6})
+    found = recalibrate_from_sample(model, sample, {"risk": 0.9})
     new = found.model
     images = next(sample.of_class.batches(len(sample.of_class))).images
     before, after = model.predict(images), new.predict(images)
@@ -337,7 +337,7 @@ def class_density(model: FittedModel, images: torch.Tensor) -> torch.Tensor:
 
 def test_another_camera_is_usual(model: FittedModel, wide: Sample, more: ImageDataset, tmp_path: Path) -> None:
     assert len(more) == 100
-    found = recalibrate_from_sample(model, wide, {"risk": 0.6}, more)
+    found = recalibrate_from_sample(model, wide, {"risk": 0.9}, more)
     assert found.warnings == () and "100 images outside the sample" in found.lines[1]
     entry = found.model.report["provenance"][HISTORY][-1]
     assert entry["labels"] == 160 and entry["calibrated_on"] == 120 == len(found.model.calibration)
@@ -371,7 +371,7 @@ def test_another_camera_is_usual(model: FittedModel, wide: Sample, more: ImageDa
 def test_a_network_that_is_a_graph(model: FittedModel, wide: Sample, more: ImageDataset, tmp_path: Path) -> None:
     model.save(tmp_path / "graph", graph=True)
     graph = load_model(tmp_path / "graph", device="cpu")
-    found = recalibrate_from_sample(graph, wide, {"risk": 0.6}, more).model
+    found = recalibrate_from_sample(graph, wide, {"risk": 0.9}, more).model
     found.save(tmp_path / "extended")
     again, images = load_model(tmp_path / "extended", device="cpu"), next(wide.of_class.batches(64)).images
     assert again.backbone.onnx is not None and (tmp_path / "extended" / "backbone.onnx").is_file()
@@ -427,7 +427,7 @@ def test_losing_density(model: FittedModel, wide: Sample, more: ImageDataset, mo
     assert recalibrate._choose({**worse, 1: {"turned": 0.89, "binary": 0.99}}) == 1
     assert recalibrate._choose({0: worse[0], 1: worse[0]}) == 0
     monkeypatch.setattr(recalibrate, "_choose", lambda _: 0)
-    found = recalibrate_from_sample(model, wide, {"risk": 0.6}, more)
+    found = recalibrate_from_sample(model, wide, {"risk": 0.9}, more)
     assert found.warnings[0].startswith("the density stays as it is: with these 100 images it is no better")
     density = found.model.pipeline.scorer.density
     assert torch.equal(density.get_buffer("centres"), model.pipeline.scorer.density.get_buffer("centres"))
@@ -538,15 +538,15 @@ def test_what_is_learnt_replaces_what_was(shipped: FittedModel, reviewed_log: Lo
 
 def test_images_of_the_classes_teach_nothing(model: FittedModel, wide: Sample, more: ImageDataset) -> None:
     wrong = replace(more, classes=("none_of_the_classes",), labels=torch.zeros(len(more), dtype=torch.int64))
-    found = recalibrate_from_sample(model, wide, {"risk": 0.6}, None, (wrong, ()))
+    found = recalibrate_from_sample(model, wide, {"risk": 0.9}, None, (wrong, ()))
     assert "the check reviewed is not taken" in found.warnings[0] and found.model.checks == model.checks
     assert not found.model.report["provenance"][HISTORY][-1]["reviewed"]["helps"]
     few = wrong.subset(torch.arange(4))
     with pytest.raises(UsageError, match=r"4 images are reviewed .* needs 10; review 6 more"):
-        recalibrate_from_sample(model, wide, {"risk": 0.6}, None, (few, ()))
+        recalibrate_from_sample(model, wide, {"risk": 0.9}, None, (few, ()))
     alone = replace(model, pipeline=Pipeline(model.pipeline.scorer, model.pipeline.calibration_scores))
     with pytest.raises(UsageError, match="the model has no checks"):
-        recalibrate_from_sample(alone, wide, {"risk": 0.6}, None, (wrong, ()))
+        recalibrate_from_sample(alone, wide, {"risk": 0.9}, None, (wrong, ()))
 
 
 def test_the_check_moves_with_an_extended_density(learnt: Recalibrated, digits: ImageDataset) -> None:
