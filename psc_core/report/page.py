@@ -130,7 +130,7 @@ def scores(sets: Sequence[ScoredSet], score: str, title: str, limit: float | Non
     # Far from them the axis is logarithmic, so that the limit is seen among them and far images are too.
     low = min(*(float(values.quantile(0.005)) for _, values, _ in rows), math.inf if limit is None else limit)
     high = max(float(values.quantile(0.995)) for _, values, _ in rows)
-    high = max(high, float(known.quantile(0.995)), low + 1e-6 if limit is None else limit + (limit - low) / 4)
+    high = max(high, float(known.quantile(0.995)), low + 1e-6, low if limit is None else limit + (limit - low) / 4)
     centre, spread = float(known.median()), max(float(known.quantile(0.75) - known.quantile(0.25)), 1e-9)
 
     def squeeze(x: Any) -> Any:
@@ -156,9 +156,8 @@ def scores(sets: Sequence[ScoredSet], score: str, title: str, limit: float | Non
         axis.axvline(limit, ls="--", lw=1, color=LIMIT)
     ticks = stretch(np.linspace(squeeze(low), squeeze(high), TICKS))
     gaps = np.pad(np.diff(ticks), 1, constant_values=math.inf)
-    ticks = [
-        round(tick, -math.floor(math.log10(gap))) for tick, gap in zip(ticks, map(min, gaps, gaps[1:]), strict=False)
-    ]
+    apart = zip(ticks, map(min, gaps, gaps[1:]), strict=True)
+    ticks = [round(tick, -math.floor(math.log10(gap))) for tick, gap in apart if gap > 0]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_yticks([len(rows) - 1 - row + 0.3 for row in range(len(rows))], [name for name, _, _ in rows])
     axis.tick_params(axis="y", length=0)

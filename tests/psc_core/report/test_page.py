@@ -156,7 +156,21 @@ def test_collapse_names_what_was_measured() -> None:
         assert str(lines[1].get_label()).startswith(measure.name)
 
 
-@pytest.mark.parametrize("limit", [None, 1.0, 3.0])
+def test_ticks_are_apart_and_inside() -> None:
+    """However far images are from the ordinary ones, among which the axis is nearly linear."""
+    sets = [
+        image_set("validation", Role.VALIDATION, torch.linspace(0, 3, 40).tolist()),
+        image_set("far", Role.OOD, torch.logspace(0, 4, 40).tolist()),
+    ]
+    drawn = figures.scores(sets, "ood_score", "", 2.5)
+    assert drawn is not None
+    (axis,) = drawn.axes
+    places = axis.transAxes.inverted().transform(axis.transData.transform([(tick, 0) for tick in axis.get_xticks()]))
+    assert len(places) == figures.TICKS and np.diff(places[:, 0]).min() > 0.05
+    assert len({label.get_text() for label in axis.get_xticklabels()}) == figures.TICKS
+
+
+@pytest.mark.parametrize("limit", [None, 1.0, 2.0, 3.0])
 def test_constant_scores_are_drawn(limit: float | None) -> None:
     drawn = figures.scores([image_set("validation", Role.VALIDATION, [2.0] * 5)], "ood_score", "", limit)
     assert drawn is not None
