@@ -207,8 +207,13 @@ def calibrated_rate(alpha: float, calibration_size: int, *, level: float = 0.95)
 
 def in_practice(alpha: float, calibration_size: int) -> str:
     """Return :func:`calibrated_rate` as a phrase that follows "calibration images" and precedes the per cent sign."""
+    return f"in practice, with {calibration_size} of them, {describe_range(alpha, calibration_size)}"
+
+
+def describe_range(alpha: float, calibration_size: int) -> str:
+    """Return :func:`calibrated_rate` in per cent, as "1 to 12"."""
     low, high = calibrated_rate(alpha, calibration_size)
-    return f"in practice, with {calibration_size} of them, {100 * low:.2g} to {100 * high:.2g}"
+    return f"{100 * low:.2g} to {100 * high:.2g}"
 
 
 def beta_binomial_acceptance(trials: int, alpha: float, calibration_size: int, *, level: float = 0.99) -> CountInterval:

@@ -275,8 +275,8 @@ class ClassCounts:
 
 def count_by_class(inside: ScoredImages, labels: Int[Tensor, " n"], classes: Sequence[str]) -> dict[str, ClassCounts]:
     """Count the images of each class that has any."""
-    wrong = inside.accepted & ~inside.correct
-    parts = (torch.ones_like(inside.alarm), inside.correct, inside.accepted, wrong, inside.alarm)
+    every = torch.ones_like(inside.alarm)
+    parts = (every, inside.correct, inside.accepted, inside.accepted_wrong, inside.alarm)
     counts = torch.stack([labels[part].bincount(minlength=len(classes)) for part in parts], dim=1)
     return {name: ClassCounts(*row) for name, row in zip(classes, counts.tolist(), strict=True) if row[0]}
 
@@ -480,7 +480,7 @@ class ClassificationReport(Report):
 
 
 def _scores_in(rows: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return what the scores of PSC in the first column mean."""
+    """Return what the scores in the first column mean."""
     return {name: SCORES[name] for name, *_ in rows if name in SCORES}
 
 
@@ -512,6 +512,10 @@ class ScoredImages:
     correct: Bool[Tensor, " m"]  # whether the first label is predicted; empty for data of other classes
     covered: Bool[Tensor, " m"]  # whether the first label is in the set; empty for data of other classes
     losses: Mapping[str, Losses]  # by classifier; empty for data of other classes
+
+    @property
+    def accepted_wrong(self) -> Bool[Tensor, " n"]:
+        return self.accepted & ~self.correct
 
 
 def _joined(parts: Sequence[Any]) -> Any:
@@ -642,7 +646,7 @@ class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClas
             misses=observed_rate(~inside.covered, 1 - model.policy.coverage, calibration_images),
             risk=model.policy.risk,
             accepted=int(inside.accepted.sum()),
-            accepted_wrong=int((inside.accepted & ~inside.correct).sum()),
+            accepted_wrong=int(inside.accepted_wrong.sum()),
             mean_set_size=float(inside.set_size.double().mean()),
             by_class=count_by_class(inside, id_data.first_labels(), model.classes),
             ambiguity=ambiguity(inside.entropy, id_data.groups),

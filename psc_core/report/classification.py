@@ -248,9 +248,9 @@ class ClassificationTaskReport(TaskReport[PSC, ScoredImages]):
     def pictures_of(self, data: ImageDataset, scored: ScoredImages) -> tuple[Picture, ...]:
         """Return the most unusual, most ambiguous and most typical images of the first :data:`CLASSES` classes."""
         labels, score, entropy = data.first_labels(), scored.ood[PRIMARY], scored.entropy[PRIMARY]
-        every, wrong = torch.ones_like(scored.accepted), scored.accepted & ~scored.correct
+        every = torch.ones_like(scored.accepted)
         ranked: Mapping[str, tuple[Tensor, Tensor]] = {
-            "accepted, but wrong": (entropy, wrong),
+            "accepted, but wrong": (entropy, scored.accepted_wrong),
             "most unusual": (-score, every),
             "most ambiguous": (-entropy, every),
             "most typical": (score, every),

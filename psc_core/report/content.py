@@ -32,7 +32,7 @@ from psc_core.evaluation.evaluate import Evaluation
 from psc_core.fit import Stages
 from psc_core.fit_data import FitData
 from psc_core.heads.base import Scored
-from psc_core.metrics import calibrated_rate, in_practice
+from psc_core.metrics import describe_range, in_practice
 from psc_core.model import FittedModel
 from psc_core.tasks.base import BaseCalibration, Task
 
@@ -373,11 +373,11 @@ class Facts:
         texts = {name: f"{100 * share:.{0 if share >= 0.1 else 1}f} %" for name, share in shares.items()}
         alpha = f"{100 * self.manifest.policy.alpha:.3g} %"
         set_by = ", by which the thresholds are set" if images.role is Role.VALIDATION else ""
-        low, high = calibrated_rate(self.manifest.policy.alpha, len(self.calibration))
+        usual = describe_range(self.manifest.policy.alpha, len(self.calibration))
         lines = [
             f"of {self.quality_images} {images.role.value}{set_by}: {texts['accepted']} accepted, {texts['unclear']} "
             f"unclear, {texts['unusual']} unusual (false alarms, target {alpha}; "
-            f"{100 * low:.2g} to {100 * high:.2g} % where {len(self.calibration)} images set the threshold)"
+            f"{usual} % where {len(self.calibration)} images set the threshold)"
         ]
         if "wrong" in shares:
             lines.append(f"of the accepted ones {texts['wrong']} {self.of_task.wrong}")

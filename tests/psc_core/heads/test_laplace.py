@@ -73,16 +73,21 @@ def test_keeps_the_prior_of_the_weights_unless_it_costs() -> None:
     assert stronger.selection_nll <= (1 + 1.1 * COST[0]) * narrow.selection_nll
 
 
-def test_separable_classes_are_not_flattened() -> None:
+@pytest.mark.parametrize("precisions", [softmax.PRIOR_PRECISIONS, softmax.PRIOR_PRECISIONS[-1:]])
+def test_separable_classes_are_not_flattened(precisions: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every image is right: Kronecker factors at the weights' own prior would halve the probabilities."""
     means = 4 * torch.randn(10, 64, generator=torch.Generator().manual_seed(1))
     labels = torch.arange(1500) % 10
     z = means[labels] + torch.randn(1500, 64, generator=torch.Generator().manual_seed(2))
+    monkeypatch.setattr(softmax, "PRIOR_PRECISIONS", precisions)
     head = fit_head(z[:1000], labels[:1000], z[1000:], labels[1000:], num_classes=10)
     assert head.record["prior_precision"] > 10 * head.record["map_precision"]
     assert head(z).probabilities.amax(1).mean() > 0.99
     assert head.record["val_nll"] < head.record["map_val_nll"] + 2 * COST[1]
-    assert 500 * head.record["map_val_nll"] < math.log(500) / 2
+    if len(precisions) == 1:  # the weights of the least NLL, which a stronger prior may exceed by what it is worth
+        assert head.record["val_nll"] < 2 * COST[1]
+    else:
+        assert 500 * head.record["map_val_nll"] < math.log(500) / 2
 
 
 def test_keeps_temperature_one_within_its_error() -> None:
