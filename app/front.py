@@ -121,7 +121,8 @@ class Front:
         self._on_start = on_start
         self._arena = Arena(place.memory, self.memory.total)
         self._parser = ThreadPoolExecutor(1, "psc-parse")
-        self._decoders = ThreadPoolExecutor(max(1, settings.decoders // board.fronts), "psc-decode")
+        # Twice its share: connections spread unevenly, and a batch waits for the front that has most of them.
+        self._decoders = ThreadPoolExecutor(max(1, 2 * settings.decoders // board.fronts), "psc-decode")
         self._limits = RequestLimits(self._take, service=self)
         self._numbers = itertools.count(os.getpid() << 32)
         self._calls: dict[int, _Call] = {}
