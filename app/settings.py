@@ -328,7 +328,8 @@ class Settings(BaseSettings):
     def named_bundles(self) -> tuple[tuple[str, Path], ...]:
         """The bundles as pairs (name, directory), the default first."""
         pairs = [entry.split("=", 1) if "=" in entry else ["", entry] for entry in self.bundle]
-        return tuple((name or Path(path).resolve().name, Path(path)) for name, path in pairs)
+        # The name of a link, not of where it points: a reload looks for the name again, after the link has moved.
+        return tuple((name or Path(os.path.normpath(Path(path).absolute())).name, Path(path)) for name, path in pairs)
 
     @property
     def log_image_probabilities(self) -> dict[str, float]:

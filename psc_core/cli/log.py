@@ -56,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
         "bundle sees; --csv gets a name for each cluster, for people to correct"
     )
     command.add_argument("--clusters", type=Path, metavar="BUNDLE", help=text)
+    text = "replace the files of --out and --csv, with what people may have written there"
+    command.add_argument("--overwrite", action="store_true", help=text)
     flags.add_model_flags(command)
     command = add("import", import_labels, "add the labels that people gave")
     text = "Label Studio's JSON or JSON-MIN, a CSV, or a folder with a folder of images for each class"
@@ -84,12 +86,20 @@ def review(args: argparse.Namespace) -> None:
     chosen = choose(log, read_labels(log), model=args.model, sampled=args.sample, limit=args.limit)
     if not chosen:
         raise UsageError(f"{args.log} has no logged image without a label; see --log-images of psc-serve")
+    _check_files(args)
     kinds = ((args.out, to_label_studio, label_studio_prefix), (args.csv, to_csv, path_prefix))
     for path, write, default_prefix in kinds:
         if path is not None:
             prefix = default_prefix(log) if args.images is None else args.images
             path.write_text(write(chosen, prefix), encoding="utf-8")
     print(f"{len(chosen)} images, {sum(each.is_sampled for each in chosen)} of them of the random sample")
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Check that no labels that people wrote into a file are written over."""
+    for file in filter(None, (args.out, args.csv)):
+        if not args.overwrite:
+            flags.check_free(file.parent, [file.name])
 
 
 def review_clusters(args: argparse.Namespace) -> None:
@@ -109,6 +119,7 @@ def review_clusters(args: argparse.Namespace) -> None:
     images = [image for image in unknown_of(log, model, args.model) if image.label is None]
     if not images:
         raise UsageError(f"{args.log} has no image reviewed as none_of_the_classes without a name")
+    _check_files(args)
     clusters = clusters_of(model, labelled_data(log, model, images))
     rows = sorted(zip(clusters, images, strict=True), key=lambda row: row[0])
     with args.csv.open("w", newline="", encoding="utf-8") as file:
@@ -213,7 +224,7 @@ def recalibrate_parser() -> argparse.ArgumentParser:
     ):
         cli.add_argument(name, type=open_unit_interval, metavar="RATE", help=f"{text} (default: the bundle's)")
     text = (
-        "maximum error rate of accepted images, for a classifier; auto: the lowest of 0.05, 0.1, 0.15 and 0.2 that can "
+        "maximum error rate of clear images, for a classifier; auto: the lowest of 0.05, 0.1, 0.15 and 0.2 that can "
         "be shown (default: the bundle's, or else as auto)"
     )
     cli.add_argument("--risk", type=FRACTION.parse_or_auto, metavar="RATE|auto", default=argparse.SUPPRESS, help=text)
@@ -245,7 +256,7 @@ def recalibrate(args: argparse.Namespace) -> None:
     from psc_core.bundle import TRY_FOLDER, check_target
     from psc_core.calibrate import recalibrate_from_sample, seen_examples, with_class
     from psc_core.log.sample import read_named, read_outside, read_sample, read_unknown
-    from psc_core.log.store import open_log
+    from psc_core.log.store import logged_model, open_log
     from psc_core.model import load_model
     from psc_core.report import page
     from psc_core.report.content import Content, facts_about
@@ -279,7 +290,7 @@ def recalibrate(args: argparse.Namespace) -> None:
     page.remove(out)
     page.write_card(facts_about(out, manifest, found.model.calibration, Content(manifest.version)))
     print(f"wrote {out} (version {manifest.version}, from {model.version})")
-    print(f"next: {page.serve_command(out, manifest)}")
+    print(f"next: {page.serve_command(out, manifest, logged_model(log, args.model))}")
 
 
 def recalibrate_main(argv: Sequence[str] | None = None) -> int:

@@ -248,7 +248,8 @@ def write(facts: Facts, folder: Path, measured: Report | None = None) -> Path:
             gallery=_gallery(facts),
             glossary=words.glossary,
             today=date.today().isoformat(),
-        )
+        ),
+        encoding="utf-8",
     )
     return page
 
@@ -259,7 +260,7 @@ def card(facts: Facts, repository: str = "") -> str:
 
 
 def write_card(facts: Facts) -> None:
-    (facts.folder / CARD).write_text(card(facts))
+    (facts.folder / CARD).write_text(card(facts), encoding="utf-8")
 
 
 def remove(folder: Path) -> None:
@@ -276,8 +277,10 @@ def _remove_figures(folder: Path) -> None:
         file.unlink()
 
 
-def serve_command(folder: Path, manifest: Manifest) -> str:
-    return f"psc-serve --bundle {shlex.quote(str(folder))}{_permission(manifest)}"
+def serve_command(folder: Path, manifest: Manifest, name: str = "") -> str:
+    """Return the command that serves a bundle, under a name of its own or that of its folder."""
+    named = f"{name}={folder}" if name else str(folder)
+    return f"psc-serve --bundle {shlex.quote(named)}{_permission(manifest)}"
 
 
 def _permission(manifest: Manifest) -> str:

@@ -117,6 +117,15 @@ def test_bundles_have_names() -> None:
     assert settings.named_bundles == (("main", Path("/b/one")), ("two", Path("/b/two/")))
 
 
+def test_a_link_gives_its_own_name_wherever_it_points(tmp_path: Path) -> None:
+    link = tmp_path / "current"
+    link.symlink_to(tmp_path / "one")
+    settings = load_settings({"bundle": str(link)})
+    link.unlink()
+    link.symlink_to(tmp_path / "two")
+    assert settings.named_bundles == (("current", link),)
+
+
 def test_every_setting_is_a_flag_and_in_the_table() -> None:
     table, flags = settings_table(), parser(all_flags=True).format_help()
     for name, field in Settings.model_fields.items():

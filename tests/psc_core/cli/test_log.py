@@ -21,7 +21,10 @@ def test_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", where, str(tasks)]) == 0
     ((file, _),) = label_files(log)
     assert len(read_label_file(log, file)) == 3
-    assert main(["review", where, "--csv", str(tasks)]) == 0
+    assert main(["review", where, "--csv", str(tasks)]) == 2
+    assert "tasks.csv already; give --overwrite" in capsys.readouterr().err
+    assert "False,cat" in tasks.read_text(), "what people wrote there"
+    assert main(["review", where, "--csv", str(tasks), "--overwrite"]) == 0
     assert "1 images" in capsys.readouterr().out
     assert main(["delete", where, digest(0)]) == 0
     assert "removed 1 files" in capsys.readouterr().out
