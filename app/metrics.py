@@ -114,7 +114,8 @@ class Metrics:
     psc_model_info = _gauge("1 for each served model.", "model version layer device")
     psc_alpha = _gauge("The policy's alpha: images with p ≤ alpha are out of distribution.")
     psc_risk = _gauge(
-        "Of accepted images at most this fraction is wrong, with 95 % confidence; 1: nothing shows how many."
+        "Of clear images, below the ambiguity threshold, at most this fraction is wrong, with 95 % confidence; "
+        "1: nothing shows how many."
     )
     psc_reloads_total = _counter("Reloads: `ok` or `failed`.", "model result")
     psc_drift_log_martingale = _gauge("Logarithm of the conformal test martingale.")

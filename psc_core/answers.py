@@ -65,7 +65,7 @@ class BasePolicy(BaseModel, ABC):
 
     @abstractmethod
     def headline(self, metrics: Mapping[str, Any]) -> str:
-        """Say what is promised of accepted images, or why none is accepted: the first thing that a user has to know."""
+        """Say what is promised of clear images, or why none is accepted: the first thing that a user has to know."""
 
     def surprises(self, metrics: Mapping[str, Any]) -> bool:
         """Return whether the headline says what a user has to be warned of."""
@@ -95,7 +95,7 @@ def describe_accuracy(metrics: Mapping[str, Any]) -> str:
 
 
 FLOAT32_ROUNDING: Final = 1e-4  # by how much rounded entropies and probabilities may leave their range
-RISKS: Final = (0.05, 0.1, 0.15, 0.2)  # error rates of accepted images that a fit tries where none is asked for
+RISKS: Final = (0.05, 0.1, 0.15, 0.2)  # error rates of clear images that a fit tries where none is asked for
 ACCEPTS_NOTHING: Final = -1.0  # the threshold below every entropy: that of a model of which no error rate can be shown
 
 AmbiguityThreshold = Annotated[
@@ -137,7 +137,7 @@ class ClassificationPolicy(BasePolicy):
             )
         else:
             rate = f"{100 * self.risk:.3g} %"
-            found = f"of accepted images like the calibration images at most {rate} are wrong (95 % confidence)"
+            found = f"of clear images like the calibration images at most {rate} are wrong (95 % confidence)"
             if self.risk > RISKS[0] and metrics.get("risk_asked") is None:
                 tried = ", ".join(f"{100 * risk:g}" for risk in RISKS)
                 found += f"; of {tried} %, which were tried, the lowest that could be shown{describe_accuracy(metrics)}"

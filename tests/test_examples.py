@@ -152,7 +152,7 @@ def test_score_folder_and_why_rejected(here: Run, tmp_path: Path) -> None:
 
 
 def test_new_camera(here: Run) -> None:
-    with pytest.warns(UserWarning, match="of accepted images like the calibration images at most 5 % are wrong"):
+    with pytest.warns(UserWarning, match="of clear images like the calibration images at most 5 % are wrong"):
         said = here("new_camera.py")
     before, after = map(int, re.findall(r": (\d+)% false alarms", said))
     assert before > 3 * after

@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     _add_setting(group, "alpha", "false-alarm rate of the OOD decision")
     _add_setting(group, "coverage", "coverage of the prediction sets, or of the intervals of a regression")
     text = (
-        "maximum error rate of accepted images, shown with 95 %% confidence or the fit ends; auto: the lowest of 0.05, "
+        "maximum error rate of clear images, shown with 95 %% confidence or the fit ends; auto: the lowest of 0.05, "
         "0.1, 0.15 and 0.2 that can be shown, and nothing is accepted where none can be"
     )
     _add_setting(group, "risk", text, metavar="RATE|auto")
@@ -186,7 +186,7 @@ def fit(args: argparse.Namespace) -> None:
         for note in notes:
             job.say(note)
         job = replace(job, provenance=provenance | stages.origins_of(job.data) if any(job.data.skipped) else provenance)
-        checkpoint = stages.open_checkpoint(job, network.configuration, args)
+        checkpoint = stages.open_checkpoint(net, job, network.configuration, args)
         found = fit_stages(net, job, checkpoint)
         if is_first:
             of_network = None if args.no_report else (net, job)

@@ -620,6 +620,8 @@ class Task(BaseModel, ABC):
             return outputs.check_p_values
         if name == "probabilities":
             return outputs.probabilities
+        if name == "decision":
+            return decisions.decision.astype(np.int64)  # As in an exported graph.
         values: npt.NDArray[Any] | None = getattr(decisions, name, None)
         return outputs[name] if values is None else values
 

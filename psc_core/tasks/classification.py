@@ -188,10 +188,11 @@ class Calibration(BaseCalibration):
 
     def changed(self, policy: BasePolicy, changes: Mapping[str, float]) -> BasePolicy:
         changed = super().changed(policy, changes)
-        if "ambiguity_threshold" not in changes:
+        threshold, before = changes.get("ambiguity_threshold"), policy.model_dump()
+        if threshold is None or (threshold == before["ambiguity_threshold"] and before["risk"] is not None):
             return changed
-        # The threshold was not chosen by the errors of the calibration images, so their bound holds for it.
-        accepted = int((self.entropies <= changes["ambiguity_threshold"]).sum())
+        # Another threshold was not chosen by the errors of the calibration images, so their bound holds for it.
+        accepted = int((self.entropies <= threshold).sum())
         bound = float(self.error_bounds[accepted - 1]) if accepted else 1.0
         return changed.model_copy(update={"risk": bound if bound < 1 else None})
 
@@ -289,7 +290,7 @@ class ClassificationPrediction(BasePrediction):
         return tuple(self._columns()["prediction_set"])
 
 
-RISK_CONFIDENCE: Final = 0.95  # probability over calibration sets with which the error rate of accepted images is kept
+RISK_CONFIDENCE: Final = 0.95  # probability over calibration sets with which the error rate of clear images is kept
 LARGEST_QUANTILE: Final = 0.95  # even a perfect classifier abstains on its most uncertain images
 
 
@@ -421,6 +422,7 @@ class Classification(Task):
         "probabilities": "FP32",
         **dict.fromkeys((*CLASSIFICATION_SCORES, CHECKS_OUTPUT), "FP32"),
         "is_ood": "BOOL",
+        "decision": "INT64",
         "label": "BYTES",
         "class_index": "INT64",
     }

@@ -255,6 +255,7 @@ class Regression(Task):
     tensors: ClassVar[Mapping[str, Datatype]] = {
         **dict.fromkeys((*REGRESSION_SCORES, "lower", "upper", CHECKS_OUTPUT), "FP32"),
         "is_ood": "BOOL",
+        "decision": "INT64",
     }
     explained = ("nearest_bin", "bin_distances")
     has_numbers = True

@@ -31,7 +31,7 @@ from app.http.v2 import (
     parse_request,
     request_of,
 )
-from psc_core.answers import CLASSIFICATION_SCORES
+from psc_core.answers import CLASSIFICATION_DECISIONS, CLASSIFICATION_SCORES
 from psc_core.errors import PSCError
 from psc_core.images.preprocess import Preprocess
 from psc_core.tasks.base import CHECKS_OUTPUT, Outputs
@@ -130,6 +130,7 @@ async def test_raw_images_give_every_output(service: Running) -> None:
     for name in CLASSIFICATION_SCORES:
         np.testing.assert_allclose(output(document, name), outputs[name], rtol=1e-6)
     assert output(document, "is_ood").tolist() == [False] * 3
+    assert output(document, "decision").tolist() == [CLASSIFICATION_DECISIONS.index("accept")] * 3
     assert output(document, "label").tolist() == list(CLASSES)
     assert output(document, "class_index").tolist() == [0, 1, 2]
 
@@ -172,7 +173,7 @@ async def test_an_output_of_another_task_is_refused_before_anything_is_computed(
             assert response.status_code == 400 and repr(other) in response.json()["error"]
             assert models[name].pipeline.sizes == computed
         everything = await infer(app, {"inputs": [raw_input(grey(51))]}, "numbers")
-        assert {tensor["datatype"] for tensor in everything["outputs"]} == {"FP32", "BOOL"}
+        assert {tensor["datatype"] for tensor in everything["outputs"]} == {"FP32", "BOOL", "INT64"}
         assert output(everything, "mean").tolist() == [pytest.approx(20)]
 
 

@@ -118,7 +118,7 @@ def test_a_risk_that_cannot_be_shown(model: FittedModel, sample: Sample) -> None
     asked = model.report | {"metrics": {**model.report["metrics"], "risk_asked": 0.001}}
     found = recalibrate_from_sample(replace(model, report=asked), right, {})
     assert found.model.policy.risk == 0.05
-    assert found.lines[0].startswith("of accepted images like the calibration images at most 5 %")
+    assert found.lines[0].startswith("of clear images like the calibration images at most 5 %")
     with pytest.raises(UsageError, match=r"risk of 0\.001 cannot be shown"):
         recalibrate_from_sample(model, right, {"risk": 0.001})
 
