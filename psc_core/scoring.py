@@ -16,6 +16,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress, islice
 from pathlib import Path
@@ -242,10 +243,10 @@ class PartWriter:
         self.threads = threads or os.cpu_count() or 1
 
     def __call__(self, number: int, images: Sequence[NamedImage]) -> PartCount:
-        """Write the file of a part and its maps, unless they exist already."""
+        """Write the file of a part and its maps, unless they exist already and no image is newer."""
         file = self._file(number)
         names = [each.name for each in images]
-        if file.exists():
+        if file.exists() and not _any_newer(images, file):
             there = errors_in(file)
             if [name for name, _ in there] != names:
                 raise UsageError(f"{file} has other images than the input now; give another --out, or remove it")
@@ -305,6 +306,16 @@ class PartWriter:
             return read_image(image, self.model.preprocess)
         except (ImageError, UsageError) as error:
             return str(error)
+
+
+def _any_newer(images: Sequence[NamedImage], file: Path) -> bool:
+    """Return whether an image's file was written after another file."""
+    written = file.stat().st_mtime_ns
+    for each in images:
+        with suppress(OSError, ValueError):  # Missing, or no path: that is this image's error.
+            if isinstance(each.image, str) and Path(each.image).stat().st_mtime_ns > written:
+                return True
+    return False
 
 
 def _map_file(maps: Path, number: int, row: int) -> Path:

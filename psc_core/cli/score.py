@@ -6,6 +6,7 @@ What needs torch is imported when images are scored: help, the version and usage
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,9 @@ from psc_core.errors import UsageError
 from psc_core.images.files import unread_below
 from psc_core.settings import COLUMN, TABLE_FORMATS
 
-VERSION_FILE = "_bundle-version"  # of the bundle; readers of a folder of Parquet files skip names that begin with _
+# What the outputs are of; readers of a folder of Parquet files skip names that begin with _.
+VERSION_FILE = "_bundle-version"
+INPUT_FILE = "_input"
 
 _EXAMPLE = """examples:
   psc-score --bundle bundle images --out scores                  (a folder; scores/part-00000.jsonl, …)
@@ -65,7 +68,9 @@ def score(args: argparse.Namespace) -> None:
         device = f"cuda:{gpu}"
     args.out.mkdir(parents=True, exist_ok=True)
     source, out = args.input.absolute(), args.out.absolute()
-    check_version(out / VERSION_FILE, read_bundle(args.bundle).manifest.version)
+    check_same(out / VERSION_FILE, read_bundle(args.bundle).manifest.version, "another bundle")
+    has_outputs = any(out.glob("part-*"))  # Otherwise an input that was mistyped may be corrected.
+    check_same(out / INPUT_FILE, identity_of(source, args.column), "other images", is_new=not has_outputs)
     bundle, maps = args.bundle.absolute(), None if args.maps is None else args.maps.absolute()
 
     def make_parts() -> Iterator[list[NamedImage]]:
@@ -93,16 +98,28 @@ def score(args: argparse.Namespace) -> None:
         print(unread)
 
 
-def check_version(file: Path, version: str) -> None:
-    """Write the bundle's version beside its outputs, as a whole file since several processes may, or compare it."""
+def identity_of(source: Path, column: str | None) -> str:
+    """Return a line that another input, or a table that was written again, does not share: its rows have numbers alone.
+
+    Of a folder or list the names in each part are compared.
+    """
+    parts = [os.fsencode(source.resolve()).decode(errors="replace")]
+    if source.is_file() and source.suffix.lower() == ".parquet":
+        status = source.stat()
+        parts += [f"column {column or COLUMN}", f"{status.st_size} bytes", f"written at {status.st_mtime_ns}"]
+    return ", ".join(parts).replace("\n", " ")
+
+
+def check_same(file: Path, line: str, noun: str, *, is_new: bool = False) -> None:
+    """Write what outputs are of beside them, as a whole file since several processes may, or compare it."""
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise UsageError(f"{file} is a link or no regular file; remove it, or give another --out")
-    if not file.exists():
+    if is_new or not file.exists():
         whole = file.with_name(f"{file.name}.{uuid.uuid4()}.partial")
-        whole.write_text(version + "\n")
+        whole.write_text(line + "\n", encoding="utf-8")
         whole.replace(file)
-    if (found := file.read_text().strip()) != version:
-        raise UsageError(f"{file.parent} has outputs of the bundle {found}, this one is {version}; give another --out")
+    if (found := file.read_text(encoding="utf-8").strip()) != line:
+        raise UsageError(f"{file.parent} has outputs of {noun}, {found} and not {line}; give another --out")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -91,7 +91,7 @@ def test_rows_are_the_predictions_of_the_images_in_order(folder: Path, scored: P
     rows = rows_of(scored)
     names = [row["item"] for row in rows]
     assert names == sorted(str(file.relative_to(folder)) for file in folder.rglob("*.png"))
-    assert len(bytes_of(scored)) == 1 + -(-len(rows) // PART)
+    assert len(bytes_of(scored)) == 2 + -(-len(rows) // PART)
     good = [row for row in rows if row["error"] is None]
     assert len(good) == COUNT
     prediction = PSC.load(SHIPPED_BUNDLE, device="cpu").predict([folder / row["item"] for row in good])
@@ -240,20 +240,20 @@ def test_processes_that_start_together_do_not_refuse_each_other(
     """While one writes the bundle's version, another looks."""
     file, write_text = tmp_path / cli.VERSION_FILE, Path.write_text
 
-    def interrupted(path: Path, text: str) -> None:
+    def interrupted(path: Path, text: str, **options: Any) -> None:
         write_text(path, "")
         monkeypatch.setattr(Path, "write_text", write_text)
-        cli.check_version(file, "abc")
-        write_text(path, text)
+        cli.check_same(file, "abc", "another bundle")
+        write_text(path, text, **options)
 
     monkeypatch.setattr(Path, "write_text", interrupted)
-    cli.check_version(file, "abc")
+    cli.check_same(file, "abc", "another bundle")
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
     before = file.stat().st_ino, file.stat().st_mtime_ns
-    cli.check_version(file, "abc")
+    cli.check_same(file, "abc", "another bundle")
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == before
     with pytest.raises(UsageError, match="abc"):
-        cli.check_version(file, "abd")
+        cli.check_same(file, "abd", "another bundle")
 
 
 @pytest.mark.thorough
@@ -290,8 +290,9 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refuse:
 def test_refuses_outputs_of_other_images_or_of_another_bundle(
     folder: Path, scored: Path, tmp_path: Path, refused: Refuse
 ) -> None:
-    out, fewer = shutil.copytree(scored, tmp_path / "out"), shutil.copytree(folder, tmp_path / "fewer")
-    assert "other images" in refused(folder / "1", out)
+    out, fewer = tmp_path / "out", shutil.copytree(folder, tmp_path / "fewer")
+    run(fewer, out)
+    assert "other images" in refused(folder / "1", out) and "other images" in refused(folder, out)
     for row in rows_of(scored)[2 * PART :]:
         (fewer / row["item"]).unlink()
     assert "part-00002.jsonl" in refused(fewer, out)
@@ -299,7 +300,32 @@ def test_refuses_outputs_of_other_images_or_of_another_bundle(
         (out / surplus).unlink()
     run(fewer, out)
     (out / cli.VERSION_FILE).write_text("0123456789ab\n")
-    assert "another --out" in refused(folder, out)
+    assert "another bundle" in refused(fewer, out)
+
+
+def test_an_image_that_was_written_again_is_scored_again(folder: Path, tmp_path: Path) -> None:
+    copy, out = shutil.copytree(folder, tmp_path / "copy"), tmp_path / "out"
+    run(copy, out)
+    before = {file.name: file.stat().st_mtime_ns for file in out.glob("part-*.jsonl")}
+    damaged = next(row for row in rows_of(out) if row["error"])
+    (copy / damaged["item"]).write_bytes((copy / "0" / "000.png").read_bytes())
+    run(copy, out)
+    assert not any(row["error"] for row in rows_of(out))
+    at = [row["item"] for row in rows_of(out)].index(damaged["item"])
+    assert [name for name, time in before.items() if (out / name).stat().st_mtime_ns != time] == [
+        f"part-{at // PART:05d}.jsonl"
+    ]
+
+
+def test_another_table_with_as_many_rows_is_refused(folder: Path, tmp_path: Path, refused: Refuse) -> None:
+    digits = sorted(folder.glob("*/*.png"))[: 2 * PART]
+    for name, files in (("one", digits[:PART]), ("other", digits[PART:])):
+        table = pa.table({"image": [file.read_bytes() for file in files]})
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
+    run(tmp_path / "one.parquet", tmp_path / "out")
+    assert "other images" in refused(tmp_path / "other.parquet", tmp_path / "out")
+    (tmp_path / "other.parquet").replace(tmp_path / "one.parquet")
+    assert "other images" in refused(tmp_path / "one.parquet", tmp_path / "out")
 
 
 def test_refuses_a_link_and_an_input_without_images(tmp_path: Path, refused: Refuse) -> None:
