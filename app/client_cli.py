@@ -23,7 +23,7 @@ import httpx
 from app.client import DEFAULT_URL, Client, ClientError, InputError, ModelRef, Refused, ServerFailed
 from psc_core import __version__
 from psc_core.answers import BaseAnswer, Response
-from psc_core.errors import ExitCode
+from psc_core.errors import DataError, ExitCode
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below
 from psc_core.settings import positive, positive_number
@@ -55,6 +55,9 @@ def main(
     except ClientError as error:
         print(f"psc-predict: {error}", file=sys.stderr)
         return ExitCode.FAILURE if isinstance(error, ServerFailed) else ExitCode.BAD_INPUT
+    except KeyboardInterrupt:
+        print("psc-predict: interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
     if failed:
         print(f"psc-predict: {failed} of the images could not be answered", file=sys.stderr)
     return ExitCode.BAD_INPUT if failed else ExitCode.OK
@@ -112,7 +115,10 @@ def files(names: Sequence[str], recursive: bool) -> Iterator[str]:
         if not (recursive and Path(name).is_dir()):
             yield name
             continue
-        found = sorted(path for path in files_below(name) if path.lower().endswith(SUFFIXES))
+        try:
+            found = sorted(path for path in files_below(name) if path.lower().endswith(SUFFIXES))
+        except DataError as error:
+            raise InputError(str(error)) from error
         if not found:
             raise InputError(f"{name} has no images ({', '.join(SUFFIXES)}); name another folder")
         yield from found
@@ -192,7 +198,8 @@ def _print_table(rows: Sequence[tuple[str, Mapping[str, str] | ClientError]]) ->
         table.append([image, *([] if isinstance(cells, ClientError) else (cells.get(title, "") for title in titles))])
     names = max(len(row[0]) for row in table)
     head, *lines = align(table, left={0, 1, len(titles)})  # The other columns are numbers.
-    print(head)
+    if titles:
+        print(head)
     for line, (_, cells) in zip(lines, rows, strict=True):
         print(f"{line:<{names}}  error: {cells}" if isinstance(cells, ClientError) else line)
 

@@ -183,14 +183,23 @@ def check_disjoint(
 
 
 def warn_of_repeated(val: ImageDataset) -> None:
-    """Warn if validation images repeat, as happens with a sampler that draws with replacement."""
-    count = len(val) - len({*image_keys(val)}) if isinstance(val.source, TensorSource) else 0
-    if count > REPEATED * len(val):
+    """Warn if validation images repeat: drawn with replacement, copied, or in several rows of a table."""
+    if (count := repeated_images(val)) > REPEATED * len(val):
         warn(
-            f"{count} of {len(val)} validation images are repeated, so that fewer calibrate than are counted; give "
-            "each once, without a sampler that draws with replacement",
+            f"{count} of {len(val)} validation images are repeated, so that fewer calibrate than are counted and no "
+            "rate holds; give each once: no sampler that draws with replacement, no copies, no row twice",
             LoaderWarning,
         )
+
+
+def repeated_images(data: ImageDataset) -> int:
+    """Return how many images are copies of one before them; only those that share a key are read."""
+    positions: dict[bytes, list[int]] = {}
+    for position, key in enumerate(image_keys(data)):
+        positions.setdefault(key, []).append(position)
+    alike = (group for group in positions.values() if len(group) > 1)
+    contents = [[content for each in group if (content := _content(data, each)) is not None] for group in alike]
+    return sum(len(group) - len({*group}) for group in contents)
 
 
 def image_keys(data: ImageDataset) -> Iterator[bytes]:

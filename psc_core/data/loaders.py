@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import IO, Any, ClassVar, Final
@@ -34,7 +35,15 @@ from psc_core.errors import DataError, LoaderWarning, PSCError, UsageError, join
 from psc_core.images import BACKGROUNDS
 from psc_core.images.decode import IMAGE_FORMATS
 from psc_core.images.described import as_preprocess
-from psc_core.images.preprocess import Preprocess, as_batch, check_known, describe_image, mode_of, read_image
+from psc_core.images.preprocess import (
+    Preprocess,
+    as_batch,
+    check_known,
+    describe_image,
+    mode_of,
+    read_each,
+    read_image,
+)
 from psc_core.text import class_names, compose
 
 READ_TWICE: Final = 8  # examples that are read twice to see whether they change; a random flip may spare some of them
@@ -531,7 +540,7 @@ def _images_of(images: Any, where: str, preprocess: Preprocess | None) -> npt.ND
             f"{where}: images that are not float inputs ({describe_image(next(iter(images), images))}) need "
             "preprocess=…, which says how they become inputs"
         )
-    return np.stack([_read(image, preprocess) for image in images])
+    return np.stack(read_each(images, partial(_read, preprocess=preprocess), f"{where}, "))
 
 
 def _is_float(image: Any) -> bool:

@@ -125,6 +125,7 @@ def _plain(name: str) -> str:
 
 
 FILE_COLUMN: Final = "file"  # the name of the column of paths
+_MAX_PATH: Final = 4096  # bytes, that of Linux
 MAX_DIGITS: Final = 100  # maximum number of digits of a class index; Python itself converts no more than 4,300
 _INDEX: Final = re.compile(rf"(-?[0-9]{{1,{MAX_DIGITS}}})([.,]0*)?")
 
@@ -183,17 +184,31 @@ def _files_of(path: Path, column: str, entries: Sequence[Any]) -> FileSource:
     """Return the files of a table; raise :class:`DataError` if there are none, or none of them exists."""
     if not entries:
         raise DataError(f"{path} has no rows; give one for each image")
+    for row, entry in enumerate(entries, 1):
+        text = entry if isinstance(entry, bytes) else str(entry or "").encode(errors="surrogateescape")
+        if isinstance(entry, dict) or len(text) > _MAX_PATH or b"\0" in text:
+            raise DataError(
+                f"{path}: row {row} has no path in the column {column!r} but an image or another long value; write the "
+                f"images to files, and their paths into a column {FILE_COLUMN!r}"
+            )
     given = [os.fsdecode(entry) if isinstance(entry, bytes) else str(entry or "") for entry in entries]
     if empty := next((row for row, name in enumerate(given, 1) if not name.strip()), 0):
         raise DataError(f"{path}: row {empty} has no file in the column {column!r}; give one, or leave the row out")
     names = _Names(path.parent)
     source = FileSource(path.parent, np.array([os.fsencode(names.on_disk(name)) for name in given], dtype=np.bytes_))
-    if not any(source.path(index).exists() for index in range(len(source))):
+    if not any(_exists(source.path(index)) for index in range(len(source))):
         raise DataError(
             f"{path}: none of the files in the column {column!r} exists, the first is {source.path(0)}; give paths "
             f"with their suffixes, relative to the table's folder, in the column {FILE_COLUMN!r} or in the first one"
         )
     return source
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # Too long to be a path.
+        return False
 
 
 class _Names:
@@ -206,7 +221,7 @@ class _Names:
     def on_disk(self, name: str) -> str:
         """Return a path as the disk has it, or unchanged if it has none."""
         bare = name.strip()
-        if (name == bare and name.isascii()) or (self._root / name).exists():  # ASCII is the same in every form.
+        if (name == bare and name.isascii()) or _exists(self._root / name):  # ASCII is the same in every form.
             return name
         found = Path()
         for part in Path(bare).parts:

@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
-from psc_core.errors import ImageTooLarge, UnsupportedImage, join_names
+from psc_core.errors import DataError, ImageTooLarge, UnsupportedImage, join_names
 from psc_core.images import SUFFIXES
 
 if TYPE_CHECKING:
@@ -63,19 +63,39 @@ def is_hidden(name: str) -> bool:
 
 
 def files_below(root: str | Path) -> Iterator[str]:
-    """Yield the files below a folder by name, then those of subfolders; hidden ones and linked folders are skipped."""
+    """Yield the files below a folder by name, then those of subfolders; hidden ones and linked folders are skipped.
+
+    A folder that cannot be listed is an error: its images would be missing without a word.
+    """
     waiting = [os.fspath(root)]
     while waiting:
         folders: list[str] = []
-        with suppress(OSError), os.scandir(waiting.pop()) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                if is_hidden(entry.name):
-                    continue
-                if not entry.is_dir():
-                    yield entry.path
-                elif not entry.is_symlink():
-                    folders.append(entry.path)
+        for entry in _entries(waiting.pop()):
+            if is_hidden(entry.name):
+                continue
+            if not _is_folder(entry):
+                yield entry.path
+            elif not entry.is_symlink():
+                folders.append(entry.path)
         waiting += reversed(folders)
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    """Return what is in a folder, by name; nothing of one that is none, or is gone."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise DataError(f"cannot list the folder {folder} ({error.strerror}); let this user read it") from error
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # A link in a circle, or to where this user may not look.
+        return False
 
 
 def unread_below(root: str | Path) -> str:

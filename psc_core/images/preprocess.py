@@ -9,8 +9,9 @@ by a loader of the user, and pass the device half unchanged; :meth:`Preprocess.t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -23,7 +24,7 @@ from pydantic import ConfigDict
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.errors import UsageError
+from psc_core.errors import ImageError, UsageError
 from psc_core.images import BACKGROUNDS, INTERPOLATIONS, PRESET_FIELDS
 from psc_core.images.decode import DEFAULT_MAX_PIXELS, OpenImage, open_image, to_grey_or_rgb
 from psc_core.images.files import read_file
@@ -255,8 +256,22 @@ def as_batch(images: Sequence[ImageLike] | Tensor, preprocess: Preprocess) -> Im
         raise UsageError(f"expected a list of images or a tensor, got {describe_image(images)}; put it into a list")
     if not isinstance(images, Iterable):
         raise UsageError(f"expected a list of images or a tensor, got {describe_image(images)}")
-    pixels = [read_image(image, preprocess) for image in images]
+    pixels = read_each(images, partial(read_image, preprocess=preprocess))
     return torch.from_numpy(np.stack(pixels)) if pixels else torch.empty((0, *preprocess.shape), dtype=torch.uint8)
+
+
+def read_each(
+    images: Iterable[Any], read: Callable[[Any], npt.NDArray[np.uint8]], where: str = ""
+) -> list[npt.NDArray[np.uint8]]:
+    """Read images one by one; an error names the image: its path, or its position behind ``where``."""
+    pixels = []
+    for position, image in enumerate(images):
+        try:
+            pixels.append(read(image))
+        except ImageError as error:
+            name = image if isinstance(image, str | Path) else f"{where}image {position}"
+            raise type(error)(f"{name}: {error}") from error
+    return pixels
 
 
 def _tensor_batch(images: Tensor, preprocess: Preprocess) -> Images:

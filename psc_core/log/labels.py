@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
-from psc_core.errors import DataError
+from psc_core.errors import DataError, ImageError
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below, is_hidden, read_file
 from psc_core.log import store
@@ -294,7 +294,10 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
     for folder in folders:
         for file in sorted(files_below(folder)):
             if file.lower().endswith(SUFFIXES) and Path(file).is_file():
-                digest = hashlib.sha256(read_file(file)).hexdigest()
+                try:
+                    digest = hashlib.sha256(read_file(file)).hexdigest()
+                except ImageError as error:
+                    raise DataError(f"{file}: {error}") from error
                 text, inside = folder.name, Path(file).relative_to(folder).parts[:-1]
                 if text == NONE_OF_THE_CLASSES and inside:
                     text = f"{text}{OF}{inside[0]}"

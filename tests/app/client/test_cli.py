@@ -6,6 +6,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import httpx
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 from PIL import Image
 
 from app import client_cli as cli
+from app.client import Client
+from psc_core.errors import ExitCode
 from tests.app.client.support import MODEL, Reply, Script, answer, numbers, problem
 from tests.app.fakes import FakeModel, FakePipelineWithMap, pixels, png
 from tests.app.live import live_server
@@ -91,10 +94,23 @@ def test_images_that_cannot_be_answered_have_their_line(files: list[str], capsys
         _, *lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines] == files
         assert ["error: " in line for line in lines] == [False, True, False]
+    assert run_cli(Script(problem(422, index=0)), files[0]) == 2
+    assert capsys.readouterr().out.startswith(f"{files[0]}  error: "), "no titles without columns"
     assert run_cli(Script(answer(1), answer(2)), files[0], "absent.png", *files[1:], "--json") == 2
     documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [document["image"] for document in documents] == [files[0], "absent.png", *files[1:]]
     assert ["error" in document for document in documents] == [False, True, False, False]
+
+
+def test_an_interruption_is_no_traceback(
+    files: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "ask", interrupted)
+    assert run_cli(Script(), *files) == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err == "psc-predict: interrupted\n"
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

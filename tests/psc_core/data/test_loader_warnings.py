@@ -22,7 +22,7 @@ from torch.utils.data import (
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from psc_core import open_loader
+from psc_core import PRESETS, open_dataset, open_loader
 from psc_core.data.cache import check_disjoint, warn_of_repeated
 from psc_core.data.loaders import check_apart, warn_of_random
 from psc_core.errors import LoaderWarning, UsageError
@@ -217,3 +217,17 @@ def test_repeated_images_are_counted() -> None:
     with pytest.warns(LoaderWarning, match="1[6-9].* of 200 validation images are repeated"):
         warn_of_repeated(open_loader(drawn))
     warn_of_repeated(open_loader(PAIRS))
+
+
+def test_copies_of_files_and_rows_that_repeat_are_counted(tmp_path: Path) -> None:
+    names = [f"{index}.png" for index in range(6)]
+    for index, name in enumerate(names):
+        Image.fromarray(np.full((28, 28), 40 * index, np.uint8)).save(tmp_path / name)
+    (tmp_path / "6.png").write_bytes((tmp_path / names[0]).read_bytes())
+    for rows, count in ((names, 0), (names * 3, 12), ([*names, "6.png"], 1)):
+        lines = [f"{name},{'ab'[int(name[0]) % 2]}" for name in rows]
+        (tmp_path / "val.csv").write_text("\n".join(["file,label", *lines]))
+        val = open_dataset(str(tmp_path / "val.csv"), split="val", preprocess=PRESETS["mnist"])
+        text = f"^{count} of {len(rows)} validation images are repeated"
+        with pytest.warns(LoaderWarning, match=text) if count else nullcontext():
+            warn_of_repeated(val)

@@ -469,6 +469,14 @@ def test_names_may_contain_a_number_sign(tmp_path: Path) -> None:
     [
         ([["a.png"], [1], [2]], ["file", "age", "age"], "the column 'age' twice"),
         ([["a.png", "b.png"], [[1], [2, 3]]], ["file", "label"], "row 1"),
+        ([[b"\x89PNG\r\n\x1a\n\0\0\0", b""], [1, 2]], ["image", "label"], "row 1 has no path in the column 'image'"),
+        (
+            [[{"bytes": b"\x89PNG", "path": None}] * 2, [1, 2]],
+            ["image", "label"],
+            "row 1 has no path in the column 'image'",
+        ),
+        ([["c" * 300, "d"], [1, 2]], ["caption", "label"], "none of the files in the column 'caption' exists"),
+        ([["c" * 5000, "d"], [1, 2]], ["caption", "label"], "row 1 has no path in the column 'caption'"),
     ],
 )
 def test_parquet_tables_that_are_refused(tmp_path: Path, columns: list[Any], names: list[str], said: str) -> None:

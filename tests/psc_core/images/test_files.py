@@ -1,10 +1,12 @@
+import errno
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from psc_core.errors import ImageTooLarge, UnsupportedImage
+from psc_core.errors import DataError, ImageTooLarge, UnsupportedImage
 from psc_core.images.files import MAX_FILE_BYTES, files_below, read_file, sample_file, unread_below, unread_beside
 
 
@@ -71,6 +73,25 @@ def test_files_below_are_those_of_the_library(tmp_path: Path) -> None:
     found = list(files_below(tmp_path))
     assert sorted(found) == sorted(str(path) for path in tmp_path.rglob("*") if not path.is_dir())
     assert [os.path.relpath(path, tmp_path) for path in found] == ["5", "a/4", "a/c/3", "b/1", "b/2", "b/d/6"]
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its images would be missing without a word."""
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    scandir = os.scandir
+
+    def listed(folder: str) -> Any:
+        if folder.endswith("closed"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", listed)
+    with pytest.raises(DataError, match=r"cannot list the folder .*closed \(Permission denied\)"):
+        list(files_below(tmp_path))
+    (tmp_path / "closed").rmdir()
+    assert list(files_below(tmp_path)) == [str(tmp_path / "circle")]
+    assert list(files_below(tmp_path / "none")) == []
 
 
 def test_hidden_files_and_folders_are_skipped(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
-from psc_core import PSC
+from psc_core import PSC, open_loader
 from psc_core.data.loaders import LoaderDescription
-from psc_core.errors import UsageError
+from psc_core.errors import ImageError, UsageError
 from psc_core.images import BACKGROUNDS
 from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, RESIZERS, Preprocess, as_batch, read_image
+from tests.conftest import SHIPPED_BUNDLE
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -192,6 +193,20 @@ def test_all_forms_of_an_image_agree(psc: PSC, digits: torch.Tensor, tmp_path: P
         got = psc.predict(images)
         assert torch.equal(got.probabilities, expected.probabilities)
         assert torch.equal(got.log_density, expected.log_density)
+
+
+def test_an_image_that_cannot_be_read_is_named(psc: PSC, tmp_path: Path) -> None:
+    good = (SHIPPED_BUNDLE / "examples" / "clean.png").read_bytes()
+    (tmp_path / "bad.png").write_bytes(good[:80])
+    for images, name in (([good, tmp_path / "bad.png"], f"^{tmp_path}/bad.png: "), ([good, good[:80]], "^image 1: ")):
+        with pytest.raises(ImageError, match=name):
+            psc.predict(images)
+    pairs = [(tmp_path / "good.png", 0), (tmp_path / "bad.png", 1)]
+    pairs[0][0].write_bytes(good)
+    with pytest.raises(ImageError, match=f"^{tmp_path}/bad.png: "):
+        open_loader([([file], [label]) for file, label in pairs], preprocess=psc.preprocess)
+    with pytest.raises(ImageError, match="batch 1, image 0: "):
+        open_loader([([good], [0]), ([good[:80]], [1])], preprocess=psc.preprocess)
 
 
 def test_pixels_need_a_known_preprocess() -> None:
