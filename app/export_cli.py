@@ -19,13 +19,19 @@ _EXAMPLE = """examples:
   psc-export --check exported          (on the machine that will run it)
   psc-export --bundle bundle --out site --for web
 """
-# What each target is, and a file that a folder has that was written for it.
+# What each target is, and the files that are written over in a folder that has them.
 _TARGETS: Final = {
-    "onnx": ("one ONNX file, with test images and README", "README.md"),
-    "web": ("a static web page with the model inside", "index.html"),
-    "triton": ("a repository of Triton", "{name}/config.pbtxt"),
-    "openvino": ("a repository of OpenVINO's model server", "{name}/1/model.onnx"),
-    "mlflow": ("a model of MLflow", "MLmodel"),
+    "onnx": (
+        "one ONNX file, with test images and README",
+        ("README.md", "model.onnx", "model-any-size.onnx", "vectors.safetensors"),
+    ),
+    "web": (
+        "a static web page with the model inside",
+        ("index.html", "model.json", "examples.json", "model-any-size.onnx"),
+    ),
+    "triton": ("a repository of Triton", ("{name}/config.pbtxt", "{name}/1/model.onnx")),
+    "openvino": ("a repository of OpenVINO's model server", ("{name}/1/model.onnx",)),
+    "mlflow": ("a model of MLflow", ("MLmodel",)),
 }
 _NEXT: Final = {
     "web": "python3 -m http.server --directory",
@@ -77,7 +83,8 @@ def _write(args: argparse.Namespace) -> None:
         find_runtime(args.runtime)
     bundle = read_bundle(args.bundle)
     if not args.overwrite:
-        flags.check_free(args.out, [_TARGETS[args.target][1].format(name=bundle.manifest.name)])
+        _, written = _TARGETS[args.target]
+        flags.check_free(args.out, [name.format(name=bundle.manifest.name) for name in written])
     model = FittedModel.from_bundle(bundle, device="cpu", allow_factories=args.allow_factories).probed()
     examples = args.bundle / TRY_FOLDER if args.images is None else args.images
     images = images_below(examples, must=args.images is not None)
@@ -89,7 +96,7 @@ def _write(args: argparse.Namespace) -> None:
         case "mlflow":
             from psc_core.export.pyfunc import save_pyfunc
 
-            save_pyfunc(model, args.out)
+            save_pyfunc(model, args.out, overwrite=args.overwrite)
         case _:
             write_repository(model, args.out, triton=args.target == "triton")
     size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())

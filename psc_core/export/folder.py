@@ -40,8 +40,10 @@ def images_below(folder: Path, *, must: bool = True) -> list[str]:
 
 def export_model(model: FittedModel, folder: Path, images: Sequence[ImageLike] | Tensor = ()) -> None:
     """Write the graphs, images with their answers, and README to ``folder``; noise fills the images up."""
-    if (folder / README).exists() and not (folder / VECTORS).exists():
-        raise UsageError(f"{folder} has a {README} that psc-export did not write; give a folder of its own")
+    written = (README, *(name for name in (GRAPH, ANY_SIZE) if not (folder / name).is_symlink()))  # Links are replaced.
+    own = [name for name in written if (folder / name).exists()]
+    if own and not (folder / VECTORS).exists():
+        raise UsageError(f"{folder} has a {own[0]} that psc-export did not write; give a folder of its own")
     graphs = export_graphs(model)
     given = model.preprocess.to_pixels(as_batch(images[:VECTOR_IMAGES], model.preprocess))
     pixels = torch.cat([given, smooth_noise(model.preprocess, VECTOR_IMAGES)])[:VECTOR_IMAGES]
@@ -89,20 +91,21 @@ def _readme(model: FittedModel) -> str:
 
 * Input `{PIXELS}` of `{GRAPH}`: uint8 (n, {height}, {width}, {channels}), resized and cropped as `preprocess` in the
   metadata says. `{ANY_SIZE}` takes images of any size, those of a batch alike.
-  Mean and standard deviation are applied inside.
+  Mean and standard deviation are applied inside. Before it, turn photographs upright (EXIF), blend an alpha channel
+  onto the `background` of `preprocess`, and scale 16-bit samples to 8, as the service does.
 * Thresholds, float32 inputs that may be left out: {inputs}.
 * Output `decision`: {decisions}. The other outputs are named as in the service's answers.
 * `psc-export --check .` compares the runtimes of a machine on `{VECTORS}`.
 
 ```python
 import json, numpy, onnxruntime
-from PIL import Image
+from PIL import Image, ImageOps
 
 onnxruntime.set_default_logger_severity(3)  # It warns of every input with a default.
 session = onnxruntime.InferenceSession("{ANY_SIZE}")
 about = json.loads(session.get_modelmeta().custom_metadata_map["{METADATA}"])
 names = [output.name for output in session.get_outputs()]
-image = Image.new("{mode}", (640, 480))  # Of a file: Image.open(FILE).convert("{mode}")
+image = Image.new("{mode}", (640, 480))  # Of a file: ImageOps.exif_transpose(Image.open(FILE)).convert("{mode}")
 pixels = numpy.asarray(image).reshape(1, image.height, image.width, {channels})
 answers = dict(zip(names, session.run(None, {{"{PIXELS}": pixels}})))
 print(about["decisions"][answers["decision"][0]], answers["ood_p_value"][0])

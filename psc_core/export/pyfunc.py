@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import binascii
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -87,13 +88,17 @@ def _load_pyfunc(data_path: str) -> Predictor:
     return Predictor(load_model(data_path))
 
 
-def save_pyfunc(model: FittedModel, folder: Path) -> None:
-    """Write an MLflow model to a new or empty folder; a factory's network as a graph, since nobody can allow it."""
+def save_pyfunc(model: FittedModel, folder: Path, *, overwrite: bool = False) -> None:
+    """Write an MLflow model to a new or empty folder, or in place of another one that may be overwritten.
+
+    A factory's network becomes a graph, since nobody can allow it.
+    """
     pyfunc = needs("an MLflow model", "mlflow", "pandas", "mlflow.pyfunc")
     from mlflow import models, types
     from pandas import DataFrame
 
-    if folder.exists() and any(folder.iterdir()):
+    replaces = overwrite and (folder / "MLmodel").is_file()
+    if folder.exists() and any(folder.iterdir()) and not replaces:
         raise UsageError(f"{folder} is not empty; give a new folder")
     names, network = model.calibration.graph_inputs, model.backbone.cut.network
     params = types.ParamSchema([types.ParamSpec(name, "double", getattr(model.policy, name)) for name in names])
@@ -105,6 +110,10 @@ def save_pyfunc(model: FittedModel, folder: Path) -> None:
         manifest = model.save(bundle := Path(scratch) / BUNDLE, graph=library not in LIBRARIES)
         extra = "[onnx]" if manifest.backbone.network is None else "[timm]" if library == "timm" else ""
         pyfunc.save_model(
-            str(folder), __name__, str(bundle), signature=signature, input_example=noise,
+            str(written := Path(scratch) / "model"), __name__, str(bundle), signature=signature, input_example=noise,
             pip_requirements=[f"psc{extra}=={__version__}"], metadata={"name": model.name, "version": manifest.version},
         )  # fmt: skip
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(written, folder)

@@ -241,6 +241,14 @@ def test_in_python(model: FittedModel, images: torch.Tensor, tmp_path: Path) -> 
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
+def test_a_graph_of_the_users_stays(model: FittedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / GRAPH).write_bytes(b"mine")
+    for more, why in (([], "holds model.onnx already"), (["--overwrite"], "that psc-export did not write")):
+        code, _, err = run(capsys, cli.main, ["--bundle", str(BUNDLE), "--out", str(tmp_path), *more])
+        assert code == 2 and why in err, err
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"mine"]
+
+
 def changed_vectors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         vectors = load_file(folder / VECTORS)

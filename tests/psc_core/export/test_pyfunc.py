@@ -249,6 +249,15 @@ def test_a_folder_with_files_is_left_alone(mlflow: Any, model: FittedModel, tmp_
     assert [file.name for file in tmp_path.iterdir()] == ["mine"]
 
 
+def test_a_model_is_written_over_by_request(mlflow: Any, model: FittedModel, folder: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(folder, tmp_path / "model")
+    (out / "old").touch()
+    with pytest.raises(UsageError, match="is not empty; give a new folder"):
+        save_pyfunc(model, out)
+    save_pyfunc(model, out, overwrite=True)
+    assert (out / "MLmodel").is_file() and not (out / "old").exists()
+
+
 def test_without_mlflow(model: FittedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "mlflow.pyfunc", raising=False)
     monkeypatch.setitem(sys.modules, "mlflow", None)

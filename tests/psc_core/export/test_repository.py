@@ -34,7 +34,7 @@ def test_triton(model: FittedModel, tmp_path: Path, capsys: pytest.CaptureFixtur
     code, out, _ = run(capsys, cli.main, words)
     assert code == 0 and out.endswith(f"next: tritonserver --model-repository {tmp_path}\n")
     code, _, err = run(capsys, cli.main, words)
-    assert code == 2 and f"holds {NAME}/config.pbtxt already" in err
+    assert code == 2 and f"holds {NAME}/config.pbtxt and {NAME}/1/model.onnx already" in err
     assert sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("*.*") if file.is_file()) == [
         Path(NAME, "1", "model.onnx"),
         Path(NAME, "config.pbtxt"),
