@@ -97,7 +97,7 @@ def evaluate(args: argparse.Namespace) -> None:
     text = measured.to_text(verbose=args.verbose)
     if args.out:
         (args.out / "report.json").write_text(json.dumps(measured.to_json(), indent=2) + "\n")
-        (args.out / "report.md").write_text(measured.to_markdown())
+        (args.out / "report.md").write_text(measured.to_markdown(), encoding="utf-8")
         fitted = (
             Content.load(args.bundle, type(model.task)) if (args.bundle / FILE).exists() else Content(model.version)
         )

@@ -96,6 +96,7 @@ def job_of(
     data: FitData,
     compute: Compute,
     configuration: Path | None = None,
+    answers: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the inputs of a checkpoint, JSON types; files count by size and time: an edited bitmap keeps its size."""
     on = {
@@ -103,6 +104,7 @@ def job_of(
         "modified": [_modified(data.train), _modified(data.val)],
         "device": compute.device.type,
         "configuration": None if configuration is None else digest_of([configuration]),
+        "answers": list(answers),
     }
     return {**provenance, "settings": settings.of_stages(), **on}
 
@@ -180,6 +182,9 @@ def open_job(args: argparse.Namespace) -> tuple[nn.Module, NetworkSpec, FitJob]:
     return net, network, replace(job, compute=compute, name=name, cache=cache, say=say)
 
 
+_ANSWERS: Final = 8
+
+
 def _stages_folder(out: Path) -> Path:
     return out.with_name(f".{out.name}.stages")
 
@@ -209,14 +214,23 @@ def checked_provenance(network: NetworkSpec, job: FitJob) -> dict[str, Any]:
     return provenance
 
 
-def open_checkpoint(job: FitJob, configuration: Path | None, args: argparse.Namespace) -> Checkpoint:
+@torch.inference_mode()
+def answers_of(net: nn.Module, job: FitJob) -> list[str]:
+    """Return a few outputs for a trial image, roughly: another network with these weights, edited code, has others."""
+    image = trial_images(job.data.train.preprocess)[:1].to(job.compute.device)
+    return [f"{value:.1e}" for value in net(image).flatten()[:_ANSWERS].tolist()]
+
+
+def open_checkpoint(net: nn.Module, job: FitJob, configuration: Path | None, args: argparse.Namespace) -> Checkpoint:
     """Return the checkpoint of an interrupted run of this job, or an empty one."""
     out = args.out.resolve()
-    inputs = job_of(job.provenance, job.settings, job.data, job.compute, configuration)
+    inputs = job_of(job.provenance, job.settings, job.data, job.compute, configuration, answers_of(net, job))
     checkpoint = Checkpoint.of(_stages_folder(out), inputs, job.compute)
     is_resumed = checkpoint.is_resumed and not args.fresh
     check_target(out, overwrite=args.overwrite or is_resumed)
-    if not is_resumed:
+    if is_resumed:
+        job.say("this fit goes on where an interrupted run stopped; --fresh begins anew")
+    else:
         checkpoint.clear()
     return checkpoint
 
@@ -228,7 +242,7 @@ def write(
     model = found.model
     manifest = model.save(out)
     page.remove(out)
-    (out / "collapse.csv").write_text(to_csv(found.collapse))
+    (out / "collapse.csv").write_text(to_csv(found.collapse), encoding="utf-8")
     print(f"wrote {out} (version {manifest.version})", flush=True)
     content = Content(manifest.version)
     if of_network:

@@ -338,6 +338,11 @@ def load(folder: Path) -> Logits:
             f"{folder} has no weights of the right shape for {', '.join(absent[:3])}{', …' * (len(absent) > 3)}; is it "
             "a trained classifier?"
         )
+    if surplus := sorted(found["unexpected_keys"]):
+        raise NetworkError(
+            f"{folder} has weights that its config.json has no place for: {', '.join(surplus[:3])}"
+            f"{', …' * (len(surplus) > 3)}; give the config.json that was saved with these weights"
+        )
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise NetworkError(f"{folder}: expected finite weights, {name} has NaN or infinity; train it again")

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch import nn
 
 from psc_core import bundle, fit
 from psc_core.cli import fit as cli
@@ -13,7 +14,7 @@ from psc_core.cli import job
 from psc_core.compute import Compute
 from psc_core.errors import ExitCode
 from psc_core.fit_data import agree
-from tests import warm
+from tests import tiny, warm
 from tests.conftest import ROOT, TinyJob
 from tests.psc_core.cli.support import undated
 
@@ -128,12 +129,16 @@ def test_resumed_fit_gives_the_same_bundle(
     stage: str,
     files: set[str],
     left: list[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "bundle"
     interrupt(tiny_job, out, stage)
     assert kept(out) == files
     calls.clear()
+    capsys.readouterr()
     assert cli.main(arguments(tiny_job, out)) == 0
+    says_so = "this fit goes on where an interrupted run stopped" in capsys.readouterr().out
+    assert says_so == (left != list(STAGES))
     assert calls == left
     assert version(out) == uninterrupted
     assert kept(out) == set()
@@ -165,6 +170,24 @@ def test_changed_job_starts_again(tiny_job: TinyJob, tmp_path: Path, calls: list
     interrupt(tiny_job, out, "fit_model")
     calls.clear()
     assert cli.main(arguments(tiny_job, out, *change)) == 0
+    assert calls == list(STAGES)
+
+
+def test_edited_code_of_the_network_starts_again(
+    tiny_job: TinyJob, tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "bundle"
+    interrupt(tiny_job, out, "fit_model")
+    plain = tiny.network
+
+    def edited(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
+        net = plain(num_classes, in_channels)
+        net[3] = nn.GELU()
+        return net
+
+    monkeypatch.setattr(tiny, "network", edited)
+    calls.clear()
+    assert cli.main(arguments(tiny_job, out)) == 0
     assert calls == list(STAGES)
 
 

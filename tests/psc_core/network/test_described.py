@@ -584,6 +584,7 @@ def test_rejects_what_is_malformed(changes: dict[str, Any], message: str, tmp_pa
             "classifier.weight",
         ),
         (lambda tensors: tensors["classifier.weight"].fill_(torch.inf), "classifier.weight has NaN or infinity"),
+        (lambda tensors: tensors.update({"classifier.more": torch.ones(1)}), "no place for: classifier.more"),
     ],
 )
 def test_rejects_weights_that_are_not_all_there(change: Any, message: str, hf_job: folders.Job, tmp_path: Path) -> None:
