@@ -70,7 +70,7 @@ class Taken(NamedTuple):
     at: int  # where the pixels begin in the memory of the front, and behind them the files
     files: tuple[tuple[int, str | None, int], ...]  # the size, name and fingerprint of each file
     query: dict[str, Any]  # the parameters of the request
-    began: float  # when the request came, by the monotonic clock
+    began: float  # when the whole body had come, by the monotonic clock
     seconds: float  # the time in which the images were decoded
 
 
@@ -189,9 +189,10 @@ class Front:
 
     async def _take(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read and decode the images of a prediction into the memory that the engine sees."""
-        began, request = time.monotonic(), Request(scope, receive)
+        request = Request(scope, receive)
         query = parse_query(QUERY, request).model_dump(exclude_none=True)
         images = await read_images(request, self.settings, self._parser)
+        began = time.monotonic()  # Not before: a slow upload is limited by ``upload_seconds``.
         found = self._to_predict(scope)
         if found is None:  # It has gone, or is full, since the head was read.
             raise QueueFull("the queue has no room; try again in 1 s", retry_after=1)

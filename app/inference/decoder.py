@@ -56,7 +56,7 @@ class DecodedImages(Sequence[EncodedImage]):
         self.pixels = pixels
         self.fingerprints = fingerprints
         self.version = version  # of the model for which they are decoded
-        self.began = began  # when the request came, by the monotonic clock
+        self.began = began  # when the whole request had come, by the monotonic clock
         self.seconds = seconds  # the time in which they were decoded
         self._files = files  # bytes and name of each
 

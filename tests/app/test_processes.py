@@ -341,6 +341,14 @@ def test_a_body_that_is_too_large_for_a_front_is_read_by_the_engine() -> None:
         assert decoded == ['psc_decode_seconds_count{model="m"} 2.0']
 
 
+def test_the_deadline_begins_once_the_body_has_come() -> None:
+    with serve_fake("--workers=1", "--deadline-seconds=2") as server, connect(server) as client:
+        client.sendall(whole()[:-10])
+        time.sleep(2.5)
+        client.sendall(whole()[-10:])
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
 def test_slow_clients_take_no_place(server: Server) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(40):  # Bodies that do not come.
