@@ -43,6 +43,7 @@ from app.http.middleware import RequestLimits, announced_bytes
 from app.http.predict import QUERY
 from app.inference.decoder import Decoder, EncodedImage, fingerprints
 from app.memory import COPIES, PIXEL_BYTES, MemoryBudget, process_memory, resident_bytes
+from app.metrics import DescriptorWatch
 from app.service import SWEEP_SECONDS, ApiKeys
 from app.settings import Settings
 from psc_core.allocator import release_freed_memory
@@ -349,22 +350,25 @@ class Front:
 
     async def _sweep(self) -> None:
         """Now and then, notice that the engine has died or that clients have left, and say that this one is alive."""
-        began_with, released_at = resident_bytes(), time.monotonic()
+        began_with, released_at, grown = resident_bytes(), time.monotonic(), 0
+        descriptors = DescriptorWatch()
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             self._board.beat(self._place.index, time.monotonic())
             self._board.set_arriving(self._place.index, self.inflight)
-            grown = resident_bytes() - began_with
-            self._board.set_grown(self._place.index, grown)
-            if grown > _RELEASE_BYTES and not self.inflight and time.monotonic() > released_at + _RELEASE_SECONDS:
-                released_at = time.monotonic()
-                self._arena.release()
-                await asyncio.to_thread(release_freed_memory)
             try:
                 self._lose_dead()
                 for call in list(self._calls.values()):
                     if call.is_read and has_disconnected(call.receive):
                         self._say_left(call)
+                descriptors.check()
+                with contextlib.suppress(OSError):  # No file descriptor is free, so the last measure stands.
+                    grown = resident_bytes() - began_with
+                self._board.set_grown(self._place.index, grown)
+                if grown > _RELEASE_BYTES and not self.inflight and time.monotonic() > released_at + _RELEASE_SECONDS:
+                    released_at = time.monotonic()
+                    self._arena.release()
+                    await asyncio.to_thread(release_freed_memory)
             except Exception:
                 logger.exception("sweep failed")
 

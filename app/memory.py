@@ -139,7 +139,10 @@ class MemoryBudget:
 
         ``elsewhere`` are the bytes that other processes hold for it.
         """
-        used = resident_bytes() + elsewhere
+        try:
+            used = resident_bytes() + elsewhere
+        except OSError:  # No file descriptor is free, so the last measure stands.
+            return False
         self.shortage = (
             f"the process uses {used >> 20} of its {self.process_bytes >> 20} MiB of memory; try again, or raise the "
             "container's limit"

@@ -1,6 +1,7 @@
 """One budget for everything that requests hold, and readiness by the memory of the process."""
 
 import asyncio
+import errno
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -137,6 +138,19 @@ def test_a_process_that_is_nearly_full_takes_nothing_more(monkeypatch: pytest.Mo
     held.process_bytes = 1 << 50
     held.should_release()
     held.take(1)
+
+
+def test_without_a_file_descriptor_the_last_measure_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    held = budget()
+    held.process_bytes = 1 << 20
+    held.should_release()
+    monkeypatch.setattr(memory, "resident_bytes", fail)
+    assert not held.should_release()
+    with pytest.raises(NotReady):
+        held.take(1)
 
 
 def test_freed_memory_is_returned_once_much_less_is_held(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from app.processes import EngineHost
 from app.service import Service
 from app.settings import Settings
 from tests.app.fakes import POISON, png
-from tests.app.support import PNG
+from tests.app.support import PNG, until
 from tests.app.test_server import connect, whole
 from tests.served import GUARD_SECONDS, HTTP, Server, is_alive, serve_fake
 
@@ -389,6 +390,36 @@ async def test_a_front_that_is_to_end_waits_for_no_engine(monkeypatch: pytest.Mo
         await front({"type": "lifespan"}, receive, send)
     place.close()
     assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+@pytest.mark.anyio
+async def test_a_front_without_a_file_descriptor_still_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, board, measured = Place.make(0, 1 << 16), Board(1), 0
+
+    def measure() -> int:
+        nonlocal measured
+        measured += 1
+        if measured > 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return 0
+
+    monkeypatch.setattr("app.front.resident_bytes", measure)
+    front = Front(Settings(), board, place, on_start=lambda: front.stop_waiting())
+    asked = iter(["lifespan.startup", "lifespan.shutdown"])
+
+    async def receive() -> dict[str, Any]:
+        kind = next(asked)
+        if kind == "lifespan.shutdown":
+            await until(lambda: measured > 1, GUARD_SECONDS)
+            failed = board.last_beat(0)
+            await until(lambda: board.last_beat(0) > failed, GUARD_SECONDS)
+        return {"type": kind}
+
+    async def send(_: Any) -> None:
+        pass
+
+    await front({"type": "lifespan"}, receive, send)
+    place.close()
 
 
 def test_an_engine_counts_as_ready_before_any_answer_says_so() -> None:

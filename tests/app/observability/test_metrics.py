@@ -316,8 +316,9 @@ def test_a_stream_that_loops_over_more_images_than_are_remembered_raises_no_alar
 LIMIT = 64
 
 
-def test_connections_without_end_leave_one_line() -> None:
-    words = (f"--bundle=m={SHIPPED_BUNDLE}", "--max-batch-size=8")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_connections_without_end_leave_one_line(workers: int) -> None:
+    words = (f"--bundle=m={SHIPPED_BUNDLE}", "--max-batch-size=8", f"--workers={workers}")
     program = ("bash", "-c", f'ulimit -n {LIMIT}; exec "$0" -m tests.app.serve_fake "$@"', sys.executable)
     with serve(*words, program=program) as server, ExitStack() as clients:
         assert not server.count_in_log("file descriptors are in use")
@@ -329,6 +330,7 @@ def test_connections_without_end_leave_one_line() -> None:
         assert server.terminate() == 0
     lines = [json.loads(line) for line in server.log]
     (line,) = [line for line in lines if "file descriptors" in line["message"]]
+    assert not [line for line in lines if "sweep failed" in line["message"]]
     assert line["level"] == "error"
     assert f"of {LIMIT} file descriptors" in line["message"]
 
