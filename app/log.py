@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -351,11 +352,15 @@ class LogWriter:
                 return
 
     def _turn(self, flush: bool) -> None:
-        for waiting in _taken(self._waiting):
+        # Not those that come meanwhile: where the store is slower than they are, nothing would be flushed.
+        for waiting in islice(_taken(self._waiting), len(self._waiting)):
             self._add_rows(waiting)
             for key, rows in list(self._open.items()):
                 if len(rows) >= _MAX_ROWS or rows.size > self._settings.log_buffer_bytes // 4:
                     self._write_rows(key)
+            if not flush and time.monotonic() >= self._flush_at:
+                self._wake.set()  # For the rest.
+                break
         now = time.monotonic()
         if flush or now >= self._flush_at:
             self._flush_at = now + self._settings.log_flush_seconds

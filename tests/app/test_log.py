@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -190,6 +191,31 @@ async def test_flush_is_not_done_when_the_one_before_it_is(tmp_path: Path, monke
         check.set()
         assert await second
         assert {row["label"] for row in rows_in(tmp_path)} == {"dark", "bright"}
+
+
+async def test_rows_are_written_though_predictions_come_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = Log.put
+
+    def put_slowly(log: Log, name: str, data: Any, **options: Any) -> None:
+        time.sleep(0.02)
+        put(log, name, data, **options)
+
+    async with running(log=str(tmp_path), log_flush_seconds=0.05, log_sample=1.0) as app:
+        log = app.service.log
+        assert log is not None
+
+        async def stream() -> None:
+            while True:
+                await send(app, 0)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Log, "put", put_slowly)
+            streaming = asyncio.create_task(stream())
+            try:
+                await until(lambda: list(tmp_path.rglob("*.parquet")))
+                assert await asyncio.to_thread(log.flush, 60)
+            finally:
+                streaming.cancel()
 
 
 async def test_bug_in_the_thread_ends_neither_log_nor_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
