@@ -143,8 +143,8 @@ class Front:
             return
         state: dict[str, Any] = {"began": time.perf_counter()}
         scope["state"] = state
-        # A body that is too large for this front's part of the memory is left to the engine, which reads it in pieces.
-        if self._to_predict(scope) is not None and announced_bytes(scope["headers"]) <= self.memory.largest_body:
+        # A body that may be too large for this front's part of the memory is left to the engine, which reads pieces.
+        if self._to_predict(scope) is not None and self._longest_body(scope) <= self.memory.largest_body:
             try:
                 await self._limits(scope, receive, send)
             except Exception as error:
@@ -187,6 +187,11 @@ class Front:
             except Unauthorized:
                 return None
         return found[1], model
+
+    def _longest_body(self, scope: Scope) -> int:
+        """Return how many bytes the body of a request may have, as far as its head says."""
+        is_chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
+        return self.settings.max_body_bytes if is_chunked else announced_bytes(scope["headers"])
 
     async def _take(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read and decode the images of a prediction into the memory that the engine sees."""

@@ -336,10 +336,12 @@ def test_a_body_that_is_too_large_for_a_front_is_read_by_the_engine() -> None:
     # Of 2 GiB each front may hold 128 MiB, so bodies of half of that, and the engine four times as much.
     with serve_fake("--workers=2", "--max-body-bytes=100000000", "--max-pixels=64", f"memory={2 << 30}") as server:
         for padding in (1_000, 70_000_000):
-            answer = HTTP.post(server.url + "/predict", content=many(png(3)) + b" " * padding, headers=JSON)
-            assert (answer.status_code, len(answer.json()["predictions"])) == (200, 1)
+            body = many(png(3)) + b" " * padding
+            for content in (body, iter([body])):  # The second does not say how long it is.
+                answer = HTTP.post(server.url + "/predict", content=content, headers=JSON)
+                assert (answer.status_code, len(answer.json()["predictions"])) == (200, 1)
         decoded = [line for line in server.metrics().splitlines() if line.startswith("psc_decode_seconds_count")]
-        assert decoded == ['psc_decode_seconds_count{model="m"} 2.0']
+        assert decoded == ['psc_decode_seconds_count{model="m"} 4.0']
 
 
 def test_the_deadline_begins_once_the_body_has_come() -> None:
