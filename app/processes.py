@@ -270,7 +270,10 @@ class EngineHost(UvicornHost):
 
     @contextlib.contextmanager
     def running(self, service: Service) -> Iterator[None]:
-        """Reload on SIGHUP, drain on SIGTERM, and end when the parent says that no front is left, or has ended."""
+        """Reload on SIGHUP, drain on SIGTERM, and end when the parent says that no front is left, or has ended.
+
+        If SIGTERM came from somebody else, the parent says nothing: the engine ends when fronts would, and is replaced.
+        """
         loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()
 
@@ -290,8 +293,13 @@ class EngineHost(UvicornHost):
             loop.remove_reader(self._lifeline)
             begin(end_alone())
 
+        def drain() -> None:
+            service.begin_drain()
+            seconds = service.settings.answer_seconds
+            loop.call_later(max(seconds, linger_seconds(service.settings) + FIRST_REQUEST_SECONDS), self.ended.set)
+
         loop.add_signal_handler(signal.SIGHUP, lambda: begin(service.reload_quietly()))
-        loop.add_signal_handler(signal.SIGTERM, service.begin_drain)
+        loop.add_signal_handler(signal.SIGTERM, drain)
         loop.add_signal_handler(_END, self.ended.set)
         loop.add_reader(self._lifeline, orphaned)
         gc.disable()  # Until the models are loaded: collections would walk what libraries make, which is no garbage.

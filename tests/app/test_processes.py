@@ -269,6 +269,17 @@ def test_a_device_that_dies_is_replaced_with_its_engine(tmp_path: Path) -> None:
         assert server.end() == 1
 
 
+def test_an_engine_that_somebody_else_ends_is_replaced() -> None:
+    with serve_fake("--workers=1", "--drain-seconds=1") as server:
+        before = server.children
+        os.kill(before["psc-engine"], signal.SIGTERM)
+        server.wait_for_log("engine has ended (0) and is replaced")
+        server.wait_ready()
+        assert server.children["psc-front-0"] == before["psc-front-0"]
+        assert server.children["psc-engine"] != before["psc-engine"]
+        assert server.terminate() == 0
+
+
 def test_the_parent_stops_listening_before_the_others_end(tmp_path: Path) -> None:
     flags = ("--drain-seconds=1000", "--deadline-seconds=1000")
     with serve_fake("--workers=2", "step=0.01", "linger=0.1", f"state={tmp_path}", *flags) as server:
