@@ -381,10 +381,13 @@ class Processes:
             for place in (self._board.fronts, *range(self._board.fronts)):
                 self._start(place)
             code, message = 0, ""
-            while not self._told and not code:
-                self._wait(_LOOK_SECONDS)
-                code, message = self._replace_dead()
-            self._drain()
+            try:
+                while not self._told and not code:
+                    self._wait(_LOOK_SECONDS)
+                    if not self._told:  # Or the others have got the signal too, and have ended.
+                        code, message = self._replace_dead()
+            finally:
+                self._drain()
         return code, message
 
     def _start(self, place: int) -> None:
@@ -511,7 +514,8 @@ class Processes:
             if place == engine and self._board.ready_engine != self._board.engine:
                 if code > 0:
                     return code, self._board.reason or "the engine could not start; see the log"
-                return ExitCode.FAILURE, f"the engine was ended by {signal.Signals(-code).name} before it was ready"
+                by = f" by {signal.Signals(-code).name}" if code else ""
+                return ExitCode.FAILURE, f"the engine was ended{by} before it was ready"
             if code > 0 and place != engine and self._board.last_beat(place) < self._started[place]:
                 return code, "a front could not start; see the log"
             if now < self._started[place] + _PAUSE_SECONDS:

@@ -280,6 +280,18 @@ def test_an_engine_that_somebody_else_ends_is_replaced() -> None:
         assert server.terminate() == 0
 
 
+def test_an_engine_that_somebody_ends_before_it_is_ready_ends_the_service_with_1(tmp_path: Path) -> None:
+    (tmp_path / "hang").touch()
+    with serve_fake("--workers=1", "--drain-seconds=1", f"state={tmp_path}", ready=False) as server:
+        server.until((tmp_path / "hanging").exists)
+        children = server.children
+        os.kill(children["psc-engine"], signal.SIGTERM)
+        assert server.end() == 1
+        last = json.loads(server.log[-1])
+        assert last["level"] == "critical" and "the engine was ended before it was ready" in last["message"]
+        assert not any(map(is_alive, children.values()))
+
+
 def test_the_parent_stops_listening_before_the_others_end(tmp_path: Path) -> None:
     flags = ("--drain-seconds=1000", "--deadline-seconds=1000")
     with serve_fake("--workers=2", "step=0.01", "linger=0.1", f"state={tmp_path}", *flags) as server:
