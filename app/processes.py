@@ -228,7 +228,7 @@ class FrontCalls:
     def _needs_layers(self, headers: list[tuple[bytes, bytes]]) -> bool:
         """Return whether a prediction needs more of the application than :meth:`_predict`."""
         settings = self._service.settings
-        if settings.otel or settings.allowed_hosts:
+        if settings.otel or settings.allowed_hosts or settings.access_log:  # The last: a proxy may name the client.
             return True
         return bool(settings.cors_origins) and any(name == b"origin" for name, _ in headers)
 

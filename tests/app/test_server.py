@@ -155,11 +155,13 @@ def test_the_access_log_has_the_client_that_a_proxy_names(workers: int) -> None:
     with serve_fake("--access-log", f"--workers={workers}") as server:
         for headers in ({}, {"x-forwarded-for": "203.0.113.9"}, {"x-forwarded-for": "9" * 60_000}):
             assert HTTP.get(server.url + "/healthz", headers=headers).status_code == 200
+            assert HTTP.post(server.url + "/predict", content=png(1), headers=PNG | headers).status_code == 200
         assert server.terminate() == 0
     lines = [json.loads(line) for line in server.log if line.startswith("{")]
-    logged = [line["client"] for line in lines if line["message"] == "request" and line["path"] == "/healthz"]
-    assert logged[:2] == ["127.0.0.1", "203.0.113.9"]
-    assert len(logged[2]) < 1100  # Whatever it names.
+    for path in ("/healthz", "/predict"):
+        logged = [line["client"] for line in lines if line["message"] == "request" and line["path"] == path]
+        assert logged[:2] == ["127.0.0.1", "203.0.113.9"]
+        assert len(logged[2]) < 1100  # Whatever it names.
 
 
 def test_sighup_reloads_in_the_same_process() -> None:
