@@ -46,6 +46,7 @@ from app.memory import COPIES, PIXEL_BYTES, MemoryBudget, process_memory, reside
 from app.metrics import DescriptorWatch
 from app.service import SWEEP_SECONDS, ApiKeys
 from app.settings import Settings
+from app.tracing import current_trace, trace_of_request
 from psc_core.allocator import release_freed_memory
 from psc_core.errors import PSCError
 from psc_core.images.preprocess import Preprocess
@@ -56,6 +57,7 @@ _PREDICT: Final = re.compile(r"/predict|/models/([^/]+)/predict")
 _RELEASE_BYTES: Final = 16 << 20  # beyond what a front began with, for freed memory to go back to the system
 _RELEASE_SECONDS: Final = 5.0  # the shortest time between two such returns
 _MEET_SECONDS: Final = 10.0  # the longest time that a new front waits for the engine before it answers without
+_TRACE: Final = b"traceparent"
 # What the engine needs to know of a request.
 _PASSED_ON: Final = (
     "type", "http_version", "server", "client", "scheme", "method", "root_path", "path", "raw_path", "query_string",
@@ -148,7 +150,7 @@ class Front:
             try:
                 await self._limits(scope, receive, send)
             except Exception as error:
-                state["refused"] = _refusal(error)
+                state["refused"] = _refusal(error, scope)
         try:
             await self._ask(scope, receive, send)
         finally:
@@ -378,9 +380,13 @@ class Front:
                 logger.exception("sweep failed")
 
 
-def _refusal(error: Exception) -> tuple[Any, ...]:
+def _refusal(error: Exception, scope: Scope) -> tuple[Any, ...]:
     """Return the answer to a request that this front has refused, for the engine to give and count."""
     problem, headers = problem_of(error)
     if problem.status >= 500 and not isinstance(error, PSCError):
+        trace, others = trace_of_request(scope["headers"]), [each for each in scope["headers"] if each[0] != _TRACE]
+        scope["headers"] = [*others, (_TRACE, trace.traceparent.encode())]  # The engine continues it with its answer.
+        token = current_trace.set(trace)
         logger.error("a request failed in a front", exc_info=error)
+        current_trace.reset(token)
     return problem.model_dump(exclude_none=True), headers

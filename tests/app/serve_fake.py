@@ -2,20 +2,23 @@
 [state=FOLDER] [linger=SECONDS] [moves=SECONDS] [memory=BYTES]``.
 
 A file in the folder changes what happens from then on.  ``dead``: every step fails.  ``hang``: the next step never ends
-and leaves a file ``hanging``.  ``bad``: no bundle can be loaded.
+and leaves a file ``hanging``.  ``bad``: no bundle can be loaded.  ``bug``: fronts fail.
 """
 
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+import app.front
 import app.main
 import app.memory
 import app.models
 from app.cli import main
+from app.inference.decoder import EncodedImage, fingerprints
 from psc_core.errors import BundleError
 from tests.app.fakes import FakeModel, FakePipeline
 
@@ -41,8 +44,15 @@ def load(*_: Any, **__: Any) -> FakeModel:
     return model
 
 
+async def fingerprints_or_bug(images: Sequence[EncodedImage]) -> list[int]:
+    if (STATE / "bug").exists():
+        raise ValueError("a bug")
+    return await fingerprints(images)
+
+
 if __name__ == "__main__":
     app.models.build_model = load  # type: ignore[assignment]
+    app.front.fingerprints = fingerprints_or_bug
     app.models.check_affordable = lambda *_, **__: None  # type: ignore[assignment]
     app.main.LINGER_SECONDS = float(OPTIONS.get("linger", 1.0))  # type: ignore[misc]
     if "memory" in OPTIONS:

@@ -172,6 +172,16 @@ def test_the_trace_of_the_caller_is_continued(server: Server) -> None:
     assert answer.headers["traceresponse"].split("-")[1] == trace
 
 
+def test_an_error_of_a_front_is_logged_under_the_id_of_its_answer(server: Server, state: Path) -> None:
+    (state / "bug").touch()
+    answers: list[httpx.Response] = []  # Of the engine, while a front does not know the model.
+    server.until(lambda: answers.append(predict(server)) or answers[-1].status_code == 500)
+    (state / "bug").unlink()
+    server.wait_for_log("ValueError: a bug")
+    (line,) = [json.loads(line) for line in list(server.log) if "ValueError: a bug" in line]
+    assert line["trace_id"] == answers[-1].headers["traceresponse"].split("-")[1]
+
+
 def test_a_killed_front_is_replaced_while_the_other_answers(server: Server) -> None:
     before = server.children
     assert sorted(before) == ["psc-engine", "psc-front-0", "psc-front-1"]
