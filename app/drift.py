@@ -46,6 +46,10 @@ class DriftState:
     window_tail_probability: float
 
 
+# Of a monitor that has seen nothing.
+NO_DRIFT: Final = DriftState(0.0, False, 0, window_images=0, window_ood_rate=0.0, window_tail_probability=1.0)
+
+
 class DriftMonitor:
     """Watches served p-values for drift away from the calibration images, with the symbols of this module."""
 

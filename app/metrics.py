@@ -28,7 +28,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
 
-from app.drift import DriftMonitor, DriftState
+from app.drift import NO_DRIFT, DriftMonitor, DriftState
 from psc_core.answers import BasePolicy
 from psc_core.conformal import decision_p_value
 from psc_core.log.labels import LABEL_KINDS
@@ -377,10 +377,12 @@ class ModelRecorder:
         self._watch_drift(np.empty(0, np.float32))
 
     def hide(self) -> None:
-        """Stop exposing the model's identity and drift, and record what is still to come at once: nobody flushes it."""
+        """Expose no identity, queue or drift of the model, and record what is to come at once: nobody flushes it."""
         self._hidden = True
         self.flush()
         self._info().set(0.0)
+        self._metrics.psc_queue_limit_images.labels(model=self._name).set(0)
+        self._show_drift(NO_DRIFT)
 
     def _info(self) -> Gauge:
         return self._metrics.psc_model_info.labels(model=self._name, **self._identity)
@@ -391,6 +393,10 @@ class ModelRecorder:
         if alarms:
             metrics.psc_drift_alarms_total.labels(model=name).inc(alarms)
             drift_logger.warning("drift alarm", extra={"model": name, "window_ood_rate": state.window_ood_rate})
+        self._show_drift(state)
+
+    def _show_drift(self, state: DriftState) -> None:
+        name, metrics = self._name, self._metrics
         metrics.psc_drift_active.labels(model=name).set(state.is_active)
         metrics.psc_drift_log_martingale.labels(model=name).set(state.log_martingale)
         metrics.psc_drift_window_ood_rate.labels(model=name).set(state.window_ood_rate)

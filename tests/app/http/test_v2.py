@@ -459,11 +459,17 @@ async def states(app: Running) -> dict[str, tuple[str, str, str]]:
     return {row["name"]: (row["version"], row["state"], row["reason"]) for row in response.json()}
 
 
+LIMIT = 'psc_queue_limit_images{model="n"}'
+
+
 async def test_unload_and_load() -> None:
     async with running({"m": FakeModel(), "n": FakeModel("v2")}, admin_keys="root") as app:
         assert await states(app) == {"m": ("v1", "READY", ""), "n": ("v2", "READY", "")}
+        limit = await app.metric(LIMIT)
+        assert limit > 0
         assert (await app.client.post("/v2/repository/models/n/unload", headers=ADMIN)).json() == {}
         assert await states(app) == {"m": ("v1", "READY", ""), "n": ("", "UNAVAILABLE", "unloaded")}
+        assert await app.metric(LIMIT) == 0
         assert (await app.client.post("/models/n/predict", content=png(1), headers=PNG)).status_code == 503
         for path in ("/v2/models/n/ready", "/v2/models/n/versions/v2/ready"):
             ready = await app.client.get(path)
@@ -478,6 +484,7 @@ async def test_unload_and_load() -> None:
 
         assert (await app.client.post("/v2/repository/models/n/load", headers=ADMIN)).json() == {}
         assert (await states(app))["n"] == ("v2", "READY", "")
+        assert await app.metric(LIMIT) == limit
         check_predictions(await app.client.post("/models/n/predict", content=png(2), headers=PNG), [2])
         assert (
             await app.client.post("/v2/repository/models/n/load", headers=ADMIN)

@@ -175,9 +175,10 @@ def test_counters_start_at_zero() -> None:
 
 
 def test_drift_is_watched(caplog: pytest.LogCaptureFixture) -> None:
-    metrics = Metrics()
+    metrics, untouched = Metrics(), Metrics()
     target = recorder(metrics)
     target.show()
+    recorder(untouched).show()
     for _ in range(40):
         record(target, outputs_of(*[(0.0, -9.0, 0.01, 0)] * 5))
         target.flush()
@@ -186,6 +187,11 @@ def test_drift_is_watched(caplog: pytest.LogCaptureFixture) -> None:
     assert values['psc_drift_alarms_total{model="m"}'] == values['psc_drift_active{model="m"}'] == 1
     assert values['psc_drift_window_tail_probability{model="m"}'] < 1e-3
     assert [vars(line)["model"] for line in caplog.records] == ["m"]
+    target.hide()  # Or the alarm of a model that is unloaded would never end.
+    drift = {series: value for series, value in exposed(metrics).items() if "psc_drift" in series}
+    assert drift == {series: value for series, value in exposed(untouched).items() if series in drift} | {
+        'psc_drift_alarms_total{model="m"}': 1
+    }
 
 
 def test_what_is_not_to_be_monitored_is_only_counted() -> None:
