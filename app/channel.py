@@ -43,7 +43,7 @@ class Channel:
 
     What is sent in one turn of the loop goes together, as one packet if it is small: so one wake-up of the other
     process serves many requests.  Of several packets whose sender died in between, the rest never comes; the next first
-    one says so.
+    one says so.  Of those whose reader died in between, its successor forgets the rest.
     """
 
     def __init__(self, end: socket.socket, on_message: Callable[[Message], None]) -> None:
@@ -106,6 +106,8 @@ class Channel:
                 return
             if packet[0] & _FIRST:
                 self._begun.clear()
+            elif not self._begun:  # A process that has died here had read what comes before it.
+                continue
             self._begun.append(packet[1:])
             if packet[0] & _LAST:
                 data = self._begun[0] if len(self._begun) == 1 else b"".join(self._begun)
