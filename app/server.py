@@ -1,8 +1,8 @@
 """Run an application under uvicorn, with limits for each connection.
 
-Uvicorn limits neither the size of a head nor the time it takes to arrive, nor trailers, which it reads as headers.  It
-waits for ever for a client that does not read its answer.  And it drops the body of a request that offers to upgrade
-the connection, as the first request of Java's HTTP client does.
+Uvicorn limits neither the size of a head nor the time it takes to arrive, nor trailers, which it reads as headers, nor
+the number of requests that wait on a connection.  It waits for ever for a client that does not read its answer.  And it
+drops the body of a request that offers to upgrade the connection, as the first request of Java's HTTP client does.
 
 The limits are set in the callbacks of asyncio and httptools, and use only public names of uvicorn's class.
 """
@@ -17,13 +17,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from typing import Any, Final, cast
 
 import httptools
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.main import create_app, linger_seconds, prepare_process, settle_heap
@@ -62,6 +63,18 @@ class _Tunnel(Exception):
     """The request is a CONNECT, after whose head the bytes are not HTTP."""
 
 
+class _PipelineFlow(FlowControl):
+    """Reads on only once no request waits for those before it: each read brings thousands, or more of a body."""
+
+    def __init__(self, transport: asyncio.Transport, pipeline: Sized) -> None:
+        super().__init__(transport)
+        self._pipeline = pipeline
+
+    def resume_reading(self) -> None:
+        if not self._pipeline:
+            super().resume_reading()
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection.  A request that arrives in one piece, on a connection that was used before, starts no timer.
 
@@ -90,6 +103,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _PipelineFlow(transport, self.pipeline)
         self._watch_client()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -383,6 +383,18 @@ async def test_line_ends_between_requests_do_not_keep_a_connection() -> None:
         await write_until_closed(reader, writer, b"\r\n", 0.05)
 
 
+@LOOPS
+async def test_requests_that_wait_for_others_are_not_read_without_limit() -> None:
+    many, request = 3000, REQUEST[:-2] + b"x: " + b"y" * 1000 + b"\r\n\r\n"
+    most = 0
+    async with serving(GUARD_SECONDS, echo) as (reader, writer, state):
+        writer.write(request * many)
+        for _ in range(many):
+            assert await response(reader) == b"HTTP/1.1 200 OK GET "
+            most = max(most, *(len(each.pipeline) for each in state.connections))  # type: ignore[union-attr]
+    assert 0 < most < 2 * (1 << 18) // len(request)  # What two reads hold.
+
+
 @pytest.mark.parametrize("cut", [1, 3, 5, len(REQUEST) - 1])
 async def test_a_head_that_begins_behind_much_else_is_not_long(cut: int) -> None:
     body = b"POST / HTTP" * (MAX_HEAD_BYTES // 4)
