@@ -55,6 +55,7 @@ logger = logging.getLogger("psc.server")
 HANG_SECONDS: Final = 120.0  # the time after which a process that does not move is replaced
 _PAUSE_SECONDS: Final = 1.0  # the shortest time between two starts of one process
 _LOOK_SECONDS: Final = 1.0  # the time between two looks at the processes while nothing happens
+_STOPPED_SECONDS: Final = 3.0  # the time between two looks after which the parent itself was stopped
 _END: Final = signal.SIGUSR1  # tells the engine that every front has ended
 
 
@@ -373,6 +374,8 @@ class Processes:
         self._children: dict[int, BaseProcess] = {}  # by their place on the board; the engine's is the last
         self._started: dict[int, float] = {}
         self._told = 0  # how often the service was told to end
+        self._looked = time.monotonic()  # when this process last looked at the others
+        self._continued = 0.0  # when it last went on after it was stopped
 
     def run(self) -> tuple[int, str]:
         """Serve until told to end; return the exit code, and the reason in one line if it is not 0."""
@@ -502,11 +505,15 @@ class Processes:
 
     def _replace_dead(self) -> tuple[int, str]:
         """Replace the processes that have died; return a code and a reason if the service has to end instead."""
-        engine = self._board.fronts
+        engine, now = self._board.fronts, time.monotonic()
+        if now > self._looked + _STOPPED_SECONDS:  # This process was, and so were the others: docker pause.
+            self._continued = now
+        self._looked = now
         for place, child in list(self._children.items()):
             now = time.monotonic()
             if child.is_alive():
-                if now > max(self._started[place], self._board.last_beat(place)) + HANG_SECONDS:
+                moved = max(self._started[place], self._board.last_beat(place), self._continued)
+                if now > moved + HANG_SECONDS:
                     logger.critical("%s has not moved for %g s and is killed", child.name, HANG_SECONDS)
                     child.kill()
                 continue

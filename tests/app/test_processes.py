@@ -234,6 +234,19 @@ def test_a_process_that_does_not_move_is_replaced() -> None:
             server.until(lambda: predicts(server))
 
 
+def test_a_service_that_was_stopped_as_a_whole_goes_on() -> None:
+    with serve_fake("--workers=1", "moves=4") as server:
+        before = server.children
+        os.killpg(server.process.pid, signal.SIGSTOP)
+        time.sleep(5)
+        server.process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)  # So that the parent looks before the others have moved.
+        os.killpg(server.process.pid, signal.SIGCONT)
+        server.until(lambda: predicts(server))
+        assert server.children == before
+        assert not server.count_in_log("has not moved")
+
+
 def test_sighup_reloads_while_requests_are_answered(server: Server) -> None:
     before = server.children
     reloaded = HTTP.get(server.url + "/metrics").text.count("psc_reloads_total")
