@@ -191,7 +191,7 @@ class Settings(BaseSettings):
     max_fields: int = Field(1024, ge=1)
     """Maximum number of multipart fields in one request, images included."""
     max_requests: int = Field(4096, ge=1)
-    """Maximum number of requests being answered at once; beyond it: 429."""
+    """Maximum number of requests being answered at once; beyond it: 429. Each front may read as many more bodies."""
     upload_seconds: float = Field(60.0, gt=0)
     """Time in which a body must arrive, seconds; after it: 408. A connection is closed if its request's head does not
     arrive within this time, or if its client reads nothing of an answer for as long."""
