@@ -66,7 +66,8 @@ class _Call:
         self._channel = channel
         self._number = number
         self._scope = scope
-        self._is_read = GIVEN in scope  # whether the whole body was read
+        self._is_read = self.has_images = GIVEN in scope  # whether the whole body was read, by the front
+        self.task: asyncio.Task[None] | None = None
         self._is_wanted = False  # whether the front was asked for a piece that has not come
         self._pieces: deque[tuple[bytes, bool]] = deque()
         self.has_left = self._is_passed = self._is_complete = False
@@ -138,7 +139,6 @@ class FrontCalls:
         self._number = number  # of this engine
         self._arena = Arena(place.memory)
         self._calls: dict[int, _Call] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._told: object = None
         self._channel = Channel(place.engine, self._on_message)
 
@@ -158,6 +158,8 @@ class FrontCalls:
             self._told = None
             for each in self._calls.values():
                 each.leave()
+                if each.has_images and each.task is not None:  # At once: the new front may write where they are.
+                    each.task.cancel()
             return
         if kind == CALL:
             self._begin(*parts)
@@ -193,14 +195,8 @@ class FrontCalls:
         self._calls[number] = call = _Call(self._channel, number, scope)
         is_direct = given is not None and not self._needs_layers(headers)
         work = self._predict(number, scope, given, call) if is_direct and given else call.run(self._app)
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-
-        def ended(_: object) -> None:
-            self._tasks.discard(task)
-            del self._calls[number]
-
-        task.add_done_callback(ended)
+        call.task = asyncio.get_running_loop().create_task(work)
+        call.task.add_done_callback(lambda _: self._calls.pop(number))
 
     async def _predict(self, number: int, scope: Scope, taken: Taken, call: _Call) -> None:
         """Answer a prediction as the application would, without the layers that only others need."""

@@ -22,13 +22,14 @@ from typing import Any, Final, cast
 import httpx
 import pytest
 
-from app.channel import Board, Place
-from app.front import Front
-from app.processes import EngineHost
+from app.channel import CALL, HELLO, Board, Channel, Place
+from app.front import Front, Taken
+from app.http.predict import QUERY
+from app.processes import EngineHost, FrontCalls
 from app.service import Service
 from app.settings import Settings
-from tests.app.fakes import POISON, png
-from tests.app.support import PNG, until
+from tests.app.fakes import POISON, PREPROCESS, png
+from tests.app.support import PNG, running, until
 from tests.app.test_server import connect, whole
 from tests.served import GUARD_SECONDS, HTTP, Server, is_alive, serve_fake
 
@@ -468,6 +469,36 @@ async def test_a_front_without_a_file_descriptor_still_says_that_it_is_alive(mon
 
     await front({"type": "lifespan"}, receive, send)
     place.close()
+
+
+@pytest.mark.anyio
+async def test_a_new_front_ends_the_requests_whose_images_are_in_its_memory(
+    device_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running() as app:
+        place = Place.make(0, 1 << 16)
+        calls, front = FrontCalls(app.app, place, 1), Channel(place.front, lambda _: None)
+        monkeypatch.setattr("app.service.SWEEP_SECONDS", GUARD_SECONDS)
+        await asyncio.sleep(0.1)  # From now on nobody looks for clients that have left.
+        app.model.pipeline.check.clear()
+        steps = len(app.model.pipeline.sizes)
+
+        def ask(number: int) -> None:
+            shape, query = (1, *PREPROCESS.shape), QUERY().model_dump(exclude_none=True)
+            taken = Taken(None, app.model.version, shape, 0, ((1, None, number),), query, time.monotonic(), 0.0)
+            about = {"type": "http", "method": "POST", "path": "/predict"}
+            front.send(CALL, number, 1, about, [], time.perf_counter(), tuple(taken), None)
+
+        ask(1)
+        await until(lambda: len(app.model.pipeline.sizes) > steps)
+        ask(2)
+        await until(lambda: app.pending == 1)
+        front.send(HELLO)
+        await until(lambda: app.pending == 0)
+        await until(lambda: app.service.inflight == 0)
+        front.close()
+        calls.close()
+        place.close()
 
 
 def test_an_engine_counts_as_ready_before_any_answer_says_so() -> None:
