@@ -555,6 +555,16 @@ CHOOSES: Final = 0.25  # fraction of the sampled images that chooses temperature
 FEWEST_TO_CHOOSE: Final = 25  # images of equal weight; with fewer, temperature and density stay
 
 
+def draw_quarter(count: int, seed: int) -> tuple[Int[Tensor, " m"], Int[Tensor, " others"]]:
+    """Return the positions of a random quarter of ``count`` images, which chooses, and of the others, which calibrate.
+
+    The first quarter by digest would not do: of a day that is reviewed in part the first digests alone are labelled.
+    """
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    quarter, others = order.tensor_split([round(CHOOSES * count)])
+    return quarter, others
+
+
 @dataclass(frozen=True)
 class Recalibrated:
     """A model that was calibrated again, and what the command prints about it."""
@@ -582,10 +592,9 @@ def recalibrate_from_sample(
     teaches = any(given is not None for given in (more, unknown, named))
     of_before = sample.of_class.first_labels() < len(model.classes)  # not of the added class
     if teaches or pipeline.scorer.head.has_temperature:
-        order = torch.arange(len(sample.of_class))  # That of the digests, which is random.
-        count = round(CHOOSES * len(order))
-        chooses, rest = sample.at(order[:count]), sample.at(order[count:])
-        real = chooses.of_class.subset((thin(chooses.weights) & of_before[order[:count]]).nonzero()[:, 0])
+        quarter, others = draw_quarter(len(sample.of_class), seed=4)  # thin draws with seed 0
+        chooses, rest = sample.at(quarter), sample.at(others)
+        real = chooses.of_class.subset((thin(sample.weights) & of_before)[quarter].nonzero()[:, 0])
         if teaches and len(real) < FEWEST_TO_CHOOSE:
             raise UsageError(
                 "a quarter of the sampled images of a class compares what changes with what was, and calibrates "

@@ -24,7 +24,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Unpack, cast
 
-import torch
 from torch import Tensor, nn
 
 from psc_core import __version__
@@ -34,6 +33,7 @@ from psc_core.calibrate import (
     add_class,
     calibrate_pipeline,
     calibrate_scorer,
+    draw_quarter,
     learn,
     makes_mixed,
     settings_of,
@@ -267,8 +267,7 @@ def _quarter(
 ) -> tuple[ImageDataset, ImageDataset, FitSettings]:
     """Return a random quarter of images of the classes, which calibrates nothing, the rest, and the settings."""
     data, settings = _calibration_images(model, loader), settings_of(model, changes)
-    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(settings.seed))
-    chosen, rest = (data.subset(part) for part in order.tensor_split([round(CHOOSES * len(order))]))
+    chosen, rest = map(data.subset, draw_quarter(len(data), settings.seed))
     if len(chosen) < FEWEST_TO_CHOOSE:
         raise UsageError(
             f"a quarter of the {len(data)} images of the classes measures what changes, and calibrates nothing; give "

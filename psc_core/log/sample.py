@@ -111,7 +111,6 @@ def read_sample(
             "others were chosen for what they look like, and no rate comes from them"
         )
     by_kind = {kind: [image for image in reviewed if image.kind == kind] for kind in (NONE_OF_THE_CLASSES, CANNOT_TELL)}
-    # In the order of their digests over all days: a part of them is as random a sample as the whole.
     of_class = sorted((image for image in reviewed if image.kind == LABEL), key=lambda image: image.sha256)
     return Sample(
         _labelled(log, model, of_class),

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -14,6 +15,7 @@ from psc_core.calibrate import (
     LARGEST_LOSS,
     TIMES,
     Recalibrated,
+    draw_quarter,
     extend_pipeline,
     recalibrate_from_sample,
     seen_examples,
@@ -248,6 +250,20 @@ def test_reviewed_images_count_in_the_order_of_digests() -> None:
     assert reviewed_of([image(i, monday, reviewed=i > 0) for i in range(10)]) == []
 
 
+def test_a_day_reviewed_in_part_does_not_fall_into_the_quarter_that_chooses() -> None:
+    """Its first digests alone are labelled, so in their order it would be 45 of the 50."""
+    monday = date(2026, 11, 23)
+    found: list[LoggedLabel] = []
+    for day, count in ((monday, 1000), (date(2026, 11, 24), 100)):
+        digests = sorted(hashlib.sha256(f"{day} {number}".encode()).hexdigest() for number in range(count))
+        kinds = ("label" if turn < 100 else None for turn in range(count))
+        found += [LoggedLabel(day, sha256, "", 0.1, kind, "1") for sha256, kind in zip(digests, kinds, strict=True)]
+    reviewed = sorted(reviewed_of(found), key=lambda image: image.sha256)
+    quarter, others = draw_quarter(len(reviewed), seed=4)
+    assert sorted([*quarter.tolist(), *others.tolist()]) == list(range(200))
+    assert 15 <= sum(reviewed[at].day == monday for at in quarter.tolist()) <= 35
+
+
 def test_labels_that_do_not_count_are_told(model: FittedModel, tmp_path: Path) -> None:
     images = [Logged(picture(i), "label" if i % 2 else None, "1" if i % 2 else None) for i in range(60)]
     first = min((each for each in images), key=lambda each: each.sha256)
@@ -350,7 +366,7 @@ def test_another_camera_is_usual(model: FittedModel, wide: Sample, more: ImageDa
     assert float((class_density(found.model, images) - class_density(model, images)).mean()) > 10
     assert (after["log_density"] > before["log_density"]).double().mean() > 0.9
     assert torch.equal(before.probabilities, after.probabilities)
-    calibrates = after["ood_score"][40:].sort().values
+    calibrates = after["ood_score"][draw_quarter(160, seed=4)[1]].sort().values
     torch.testing.assert_close(found.model.calibration.ood_scores, calibrates, rtol=1e-5, atol=1e-4)
 
     manifest = found.model.save(tmp_path / "bundle")
@@ -504,7 +520,8 @@ def test_what_people_reviewed_becomes_a_check(
     for name in ("log_density", "predictive_entropy"):
         torch.testing.assert_close(before[name], after[name])
     assert ((after["ood_score"] - before["ood_score"]) >= -1e-4).all()  # It only ever adds an alarm.
-    torch.testing.assert_close(new.calibration.ood_scores, after["ood_score"][40:].sort().values, rtol=1e-4, atol=1e-4)
+    calibrates = after["ood_score"][draw_quarter(160, seed=4)[1]].sort().values
+    torch.testing.assert_close(new.calibration.ood_scores, calibrates, rtol=1e-4, atol=1e-4)
     old, checks = shipped.pipeline.checks, new.pipeline.checks
     assert old is not None and checks is not None and torch.equal(checks.ascending[:-1], old.ascending)
 
