@@ -2,11 +2,16 @@
 
 People may have reviewed images of the random sample that they chose for their looks, and these are
 random no longer.  So the images of each day are taken in the order of their digests, which is as good as random and is
-the order of ``psc-log review``, up to where fewer than :data:`REVIEWED` of them have a label.  An image counts once,
-however often it was sent.  Images labelled with a class (or a number) calibrate; none of the classes means out of
-distribution.  Where nobody can tell, the image has no label that a prediction set could contain, so the rates hold for
-images that a person can put into a class.  Ambiguous images tend to be unusual, so they raise the alarm more often than
-α; every calibration says how many there are, and how many of them raise it.
+the order of ``psc-log review``, up to where fewer than :data:`REVIEWED` of them have a label.  They stand for the whole
+day: where they are a share s of its images, the probability to have drawn and reviewed one is s times that to have
+drawn it.  A day of which little is reviewed would weigh so much that the others hardly counted.  So the days with the
+largest shares count, as many of them as make the effective number of images largest; labels do not decide that.  An
+image counts once, however often it was sent.
+
+Images labelled with a class (or a number) calibrate; none of the classes means out of distribution.  Where nobody can
+tell, the image has no label that a prediction set could contain, so the rates hold for images that a person can put
+into a class.  Ambiguous images tend to be unusual, so they raise the alarm more often than α; every calibration says
+how many there are, and how many of them raise it.
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ class LoggedLabel:
     day: date  # of its first row
     sha256: str
     path: str
-    probability: float  # of being drawn into the random sample
+    probability: float  # of being drawn into the random sample; of one that counts, of being reviewed too
     kind: str | None  # one of :data:`psc_core.log.labels.LABEL_KINDS`; None until somebody reviews it
     label: str | None
     label_time: datetime | None = None
@@ -70,6 +75,7 @@ class Sample:
     days: tuple[str, str]  # first and last day of the random sample, ``YYYY-MM-DD``
     logged: int  # number of logged images of the random sample, reviewed or not
     labelled: int = 0  # number of those with a label, whether they count or not
+    left_out: str = ""  # a phrase on the days that do not count; empty if all do
 
     def summary(self) -> str:
         """Return a sentence that counts the images by kind."""
@@ -82,9 +88,10 @@ class Sample:
                 f" ({self.labelled} have a label; of each day, in the order of psc-log review, only those count up to "
                 f"where fewer than {REVIEWED:.0%} have one)"
             )
+        left_out = f"; {self.left_out}" if self.left_out else ""
         return (
             f"random sample from {self.days[0]} to {self.days[1]}: {self.logged} logged images, {reviewed} reviewed: "
-            f"{len(self.of_class)} of a class{counts}{others}"
+            f"{len(self.of_class)} of a class{counts}{others}{left_out}"
         )
 
     def at(self, positions: Tensor) -> Sample:
@@ -114,12 +121,23 @@ def read_sample(
     of_class = sorted((image for image in reviewed if image.kind == LABEL), key=lambda image: image.sha256)
     return Sample(
         _labelled(log, model, of_class),
-        torch.tensor([1 / image.probability for image in of_class], dtype=torch.float64),
+        _weights(of_class),
         {kind: labelled_data(log, model, images) for kind, images in by_kind.items() if images},
         (days[0], days[-1]),
         len(logged),
         sum(image.kind is not None for image in logged),
+        _left_out(logged, {image.day for image in reviewed}),
     )
+
+
+def _left_out(logged: Sequence[LoggedLabel], days: Collection[date]) -> str:
+    """Return a phrase on the days without those that count, and how many of their images have a label."""
+    others = [image for image in logged if image.day not in days]
+    if not others:
+        return ""
+    labelled, found = sum(image.kind is not None for image in others), sorted({image.day for image in others})
+    which = f"{found[0]} is" if len(found) == 1 else f"{len(found)} days from {found[0]} to {found[-1]} are"
+    return f"{which} left out, with {labelled} of {len(others)} images reviewed"
 
 
 def read_outside(log: Log, model: FittedModel, name: str | None = None, **span: str | None) -> ImageDataset:
@@ -206,16 +224,29 @@ def images_of(rows: Iterable[Any], classes: Collection[str] = ()) -> list[Logged
 
 
 def reviewed_of(images: Iterable[LoggedLabel]) -> list[LoggedLabel]:
-    """Return the reviewed images that count: each day's, up to where :data:`REVIEWED` of the images so far are."""
+    """Return the reviewed images that count: each day's, up to where :data:`REVIEWED` of the images so far are.
+
+    The days are those that make the effective number of images largest, on a tie the most.
+    """
     ordered = sorted(images, key=lambda image: (image.day, image.sha256))
-    found: list[LoggedLabel] = []
+    days: list[tuple[float, list[LoggedLabel]]] = []  # the reviewed share of each, and its images
     for _, of_day in groupby(ordered, key=lambda image: image.day):
         day = list(of_day)
         is_labelled = np.array([image.kind is not None for image in day])
         enough = is_labelled.cumsum() >= REVIEWED * np.arange(1, len(day) + 1)
         end = int(enough.nonzero()[0].max()) + 1 if enough.any() else 0
-        found += [image for image in day[:end] if image.kind is not None]
-    return found
+        share, counting = end / len(day), (image for image in day[:end] if image.kind is not None)
+        days.append((share, [replace(image, probability=image.probability * share) for image in counting]))
+
+    def with_share(smallest: float) -> list[LoggedLabel]:
+        return [image for share, of_day in days if share >= smallest for image in of_day]
+
+    shares = sorted({share for share, of_day in days if of_day})  # ascending, as max takes the first of equals
+    return with_share(max(shares, key=lambda share: effective_count(_weights(with_share(share))), default=1.0))
+
+
+def _weights(images: Sequence[LoggedLabel]) -> Float[Tensor, " n"]:
+    return torch.tensor([1 / image.probability for image in images], dtype=torch.float64)
 
 
 def _labelled(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> ImageDataset:

@@ -1,13 +1,18 @@
 import hashlib
 import json
+import math
 import re
+from collections import Counter
 from dataclasses import replace
 from datetime import date, timedelta
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from psc_core import calibrate as recalibrate
 from psc_core.bundle import HISTORY
@@ -241,13 +246,54 @@ def test_reviewed_images_count_in_the_order_of_digests() -> None:
         return LoggedLabel(day, f"{number:064x}", "", 0.1, "label" if reviewed else None, "1")
 
     images = [image(i, monday, reviewed=i < 40 or i % 3 == 0) for i in range(100)]
-    new = [image(i, tuesday, reviewed=i < 10) for i in range(50)]  # They take nothing from the day before.
+    new = [image(i, tuesday, reviewed=i < 20) for i in range(50)]  # They take nothing from the day before.
     found = reviewed_of([*images, *new][::-1])
-    assert [(each.day, int(each.sha256, 16)) for each in found] == [
-        *((monday, i) for i in [*range(40), 42]), *((tuesday, i) for i in range(10))
+    assert [(each.day, int(each.sha256, 16), each.probability) for each in found] == [
+        *((monday, i, 0.1 * 0.43) for i in [*range(40), 42]), *((tuesday, i, 0.1 * 0.42) for i in range(20))
     ]  # fmt: skip
     assert len(reviewed_of([image(i, monday, reviewed=i != 30) for i in range(40)])) == 39
     assert reviewed_of([image(i, monday, reviewed=i > 0) for i in range(10)]) == []
+
+
+@given(st.lists(st.tuples(st.integers(1, 18), st.integers(0, 18)), min_size=1, max_size=6))
+def test_the_days_that_count_make_the_most_of_the_labels(counts: list[tuple[int, int]]) -> None:
+    """Of days drawn equally, m is their smallest reviewed share times the images that were drawn on them."""
+    days = {date(2026, 11, 1 + at): (drawn, min(drawn, reviewed)) for at, (drawn, reviewed) in enumerate(counts)}
+    shares = {day: Fraction(reviewed, drawn) for day, (drawn, reviewed) in days.items() if reviewed}
+    effective = {
+        smallest: math.floor(smallest * sum(days[day][0] for day, share in shares.items() if share >= smallest))
+        for smallest in sorted(shares.values())
+    }
+    best = max(effective, key=effective.__getitem__, default=0)  # of equals the first, that of more days
+    found = reviewed_of(
+        LoggedLabel(day, f"{i:064x}", "", 0.25, "label" if i < reviewed else None, "1")
+        for day, (drawn, reviewed) in days.items()
+        for i in range(drawn)
+    )
+    kept = Counter({day: days[day][1] for day, share in shares.items() if share >= best})
+    assert Counter(each.day for each in found) == kept
+    assert [each.probability for each in found] == pytest.approx([0.25 * float(shares[each.day]) for each in found])
+
+
+def test_of_a_log_reviewed_as_a_whole_all_days_count() -> None:
+    rare, often = date(2026, 11, 23), date(2026, 11, 24)
+    images = [LoggedLabel(rare, f"{i:064x}", "", 0.01, "label", "1") for i in range(5)]
+    images += [LoggedLabel(often, f"{i:064x}", "", 0.5, "label", "1") for i in range(100)]
+    assert reviewed_of(images) == images
+
+
+def test_days_of_which_little_is_reviewed_are_told(model: FittedModel, tmp_path: Path) -> None:
+    few = sorted((Logged(picture(i), day="2026-11-21") for i in range(20, 60)), key=lambda each: each.sha256)
+    images = [Logged(picture(i), "label", "1") for i in range(20)]
+    images += [replace(few[0], kind="label", label="2"), *few[1:]]
+    sample = read_sample(write_log(tmp_path / "one", images), model)
+    assert sample.of_class.first_labels().tolist() == [1] * 20 and sample.weights.tolist() == [10.0] * 20
+    assert sample.summary().endswith("; 2026-11-21 is left out, with 1 of 40 images reviewed")
+    images += [Logged(picture(60), day="2026-11-23")]
+    sample = read_sample(write_log(tmp_path / "two", images), model)
+    assert sample.summary().endswith(
+        "; 2 days from 2026-11-21 to 2026-11-23 are left out, with 1 of 41 images reviewed"
+    )
 
 
 def test_a_day_reviewed_in_part_does_not_fall_into_the_quarter_that_chooses() -> None:
