@@ -29,6 +29,7 @@ over the training images.  With h the features of an image, flattened, and y its
     x = S h                                S: a count sketch (Charikar, Chen & Farach-Colton 2002) where h is wide
     w_λ = (Σ_xx + λ I)^{-1} Σ_xy           from sums over the training images
     λ = argmin GCV(λ) = n RSS(λ) / (n − 1 − df(λ))²,   df(λ) = Σ_j e_j / (e_j + λ)    (Golub, Heath & Wahba 1979)
+        over λ with n − 1 − df(λ) > 1; if there is none, the largest
     R² = 1 − Σ_i (y_i − ŷ_i)² / Σ_i (y_i − ȳ)²        over the selection images
     its error = √(Σ_i d_i²) / Σ_i (y_i − ȳ)²          standard error of its difference to the best layer's R²
 
@@ -213,8 +214,10 @@ def fit_ridge(total: Float[Tensor, "width width"]) -> Callable[[Tensor], Tensor]
         penalties = (PENALTIES.to(xx.device) * scale)[:, None]
         weights = rotated / (values + penalties)
         residual = yy - 2 * weights @ rotated + weights.square() @ values
-        freedom = (n - 1 - (values / (values + penalties)).sum(1)).clamp(min=1e-3)
-        weight = vectors @ weights[(residual.clamp(min=0) / freedom.square()).argmin()]
+        freedom = n - 1 - (values / (values + penalties)).sum(1)
+        # With hardly a degree of freedom left, the ratio is one of rounding errors, and a fit may interpolate noise.
+        score = torch.where(freedom > 1, residual.clamp(min=0) / freedom.square(), math.inf)
+        weight = vectors @ weights[score.argmin() if bool(score.isfinite().any()) else -1]
         intercept = mean[-1] - mean[:-1] @ weight
     return lambda x: x @ weight + intercept
 

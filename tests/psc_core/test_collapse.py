@@ -318,8 +318,9 @@ def naive(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     for penalty in (PENALTIES * scale).tolist():
         hat = centred @ torch.linalg.solve(centred.T @ centred + penalty * torch.eye(x.shape[1]).double(), centred.T)
         fitted = y.mean() + hat @ (y - y.mean())
-        gcv = float((y - fitted).square().sum() / max(float(n - 1 - hat.trace()), 1e-3) ** 2)
-        if gcv < best:
+        freedom = float(n - 1 - hat.trace())
+        gcv = float((y - fitted).square().sum()) / freedom**2 if freedom > 1 else float("inf")
+        if gcv <= best:  # The largest penalty is the last, if all are infinite.
             best, prediction = gcv, fitted
     return prediction
 
@@ -335,6 +336,19 @@ def test_equals_its_definition(seed: int, n: int, d: int) -> None:
     assert left[0] == pytest.approx(left[1], rel=1e-3, abs=1e-6)
     if n > 3 * d:
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+
+
+def test_noise_is_not_interpolated_with_more_columns_than_images() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 400, generator=generator, dtype=torch.float64)
+    y = torch.randn(200, generator=generator, dtype=torch.float64)
+    assert float((fit_ridge(summed(x, y))(x) - y).square().mean()) > 0.1
+
+
+def test_two_images_take_the_largest_penalty() -> None:
+    x, y = torch.tensor([[0.0, 1.0], [2.0, 0.0]]).double(), torch.tensor([0.0, 1.0]).double()
+    torch.testing.assert_close(fit_ridge(summed(x, y))(x), naive(x, y))
+    assert float((naive(x, y) - 0.5).abs().max()) < 0.01
 
 
 def test_constant_features_predict_the_mean() -> None:
