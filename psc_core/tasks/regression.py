@@ -198,15 +198,25 @@ IMAGES_PER_BIN: Final = 20  # training images that a bin should have; fewer imag
 
 
 def quantile_edges(values: Float[Tensor, " n"]) -> Float[Tensor, " edges"]:
-    """Return the numbers that separate the bins, ascending: quantiles of ``values`` without repetition."""
+    """Return the numbers that separate the bins, ascending: quantiles of ``values`` that leave each bin two images."""
     bins = min(BINS, max(2, len(values) // IMAGES_PER_BIN))
     ascending = values.double().sort().values
     if ascending[0] == ascending[-1]:
         raise DataError(f"expected numbers that differ between images, all are {float(ascending[0]):g}; nothing to fit")
-    at = torch.arange(1, bins) * len(values) // bins
-    edges = ascending[at]
-    edges = edges[torch.cat([edges[:1] > ascending[0], edges.diff() > 0])]
-    return edges if len(edges) else ascending[ascending > ascending[0]][:1]  # More than half are the smallest.
+    if len(values) < 4 or ascending[1] == ascending[-2]:
+        raise DataError(
+            "expected a number with two training images below it and two others, to make bins; "
+            f"{len(values)} images have {len({*ascending.tolist()})} different numbers, too few or too rare; add some"
+        )
+    edges: list[float] = []
+    below = 0  # images below the last edge
+    for edge in ascending[torch.arange(1, bins) * len(values) // bins].tolist():
+        count = int((ascending < edge).sum())
+        if min(count - below, len(values) - count) >= 2:  # A class of one image has no covariance.
+            edges.append(edge)
+            below = count
+    # Where nearly all are equal, no quantile parts them.
+    return ascending.new_tensor(edges) if edges else ascending[ascending > ascending[1]][:1]
 
 
 def label_in_bins(dataset: ImageDataset, edges: Float[Tensor, " edges"]) -> ImageDataset:

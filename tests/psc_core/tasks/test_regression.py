@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from psc_core import PRESETS, FitSettings, open_dataset
@@ -205,13 +205,19 @@ def test_limits_and_intervals_beyond_every_float32() -> None:
     assert [decisions.lower[1], decisions.upper[1]] == [-np.finfo(np.float32).max, np.finfo(np.float32).max]
 
 
-@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=300).filter(lambda v: min(v) < max(v)))
+@given(
+    st.lists(st.floats(-1e6, 1e6, width=32), min_size=4, max_size=300).filter(lambda v: sorted(v)[1] < sorted(v)[-2])
+)
+@example([1.0] + [2.0] * 100 + [3.0] * 99)
+@example([0.0] * 98 + [1.0] + [2.0])
+@example([0.0] + [1.0] * 60 + [2.0] * 2)
+@example([0.0, 0.0, 1.0, 1.0])
 def test_bins_part_the_numbers(values: list[float]) -> None:
     train, again = Regression.labelled(numbers(values), numbers(values))
     edges = quantile_edges(torch.tensor(values))
     assert train.labels.tolist() == [sum(value >= edge for edge in edges.tolist()) for value in values]
     counts = train.labels.bincount(minlength=len(train.classes))
-    assert 2 <= len(train.classes) <= 10 and int(counts.min()) > 0
+    assert 2 <= len(train.classes) <= 10 and int(counts.min()) >= 2
     assert len(set(train.classes)) == len(train.classes) == len(edges) + 1
     assert torch.equal(train.labels, again.labels)
 
@@ -225,6 +231,12 @@ def test_many_numbers_fill_bins_alike() -> None:
 def test_equal_numbers_are_refused() -> None:
     with pytest.raises(DataError, match="all are 4; nothing to fit"):
         quantile_edges(torch.full((30,), 4.0))
+
+
+@pytest.mark.parametrize("values", [[0.0] * 99 + [1.0], [0.0] + [1.0] * 50 + [2.0], [0.0, 1.0], [0.0, 1.0, 2.0]])
+def test_numbers_that_leave_a_bin_one_image_are_refused(values: list[float]) -> None:
+    with pytest.raises(DataError, match=rf"{len(values)} images have {len(set(values))} different numbers, too"):
+        quantile_edges(torch.tensor(values))
 
 
 COMPUTE = FitSettings(device="cpu").compute()
