@@ -547,7 +547,10 @@ def add_class(model: FittedModel, name: str, new: ImageDataset, real: ImageDatas
     parts = {**densities, "added": (*scorer.added, found), "reviewed": None}
     checks = None if pipeline.checks is None else pipeline.checks.without_reviewed()
     added = pipeline.with_scorer(scorer.replace(**parts).to(scorer.scale.device), checks=checks)
-    shares = [float(is_answer(*each).double().mean()) for each in ((held, of_new["p"]), (others, of_right))]
+    shares = [
+        float(is_answer(s, p).double().mean()) if len(s) else 0.0  # Of no right answer it takes none.
+        for s, p in ((held, of_new["p"]), (others, of_right))
+    ]
     return Added(added, name, found, shares[0], shares[1], int(right.sum()), scorer.reviewed is not None)
 
 

@@ -256,6 +256,12 @@ def add_class_from(model: FittedModel, name: str, images: Any, loader: Any, **ch
     new = open_images(images, "the images of the class", LoaderDescription(model.preprocess))
     check_read_by(model, new)
     real = chosen.subset((chosen.first_labels() < len(model.classes)).nonzero()[:, 0])
+    if len(real) < FEWEST_TO_CHOOSE:
+        raise UsageError(
+            f"a quarter of the images measures what {wide.classes[-1]} takes from the classes before it, and at least "
+            f"{FEWEST_TO_CHOOSE} of them must be of these, not {len(real)}; give more than "
+            f"{round(FEWEST_TO_CHOOSE / CHOOSES)} images of the classes before it"
+        )
     added = add_class(model, wide.classes[-1], new, real, settings.compute())
     if added.forgets:
         warn(added.text(learns=False))

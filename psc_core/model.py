@@ -233,7 +233,7 @@ class FittedModel:
 
         Raises:
             UsageError: As in :meth:`calibrate`, and if the name is that of a class, there are fewer than ten images of
-                it or a hundred others, or they cannot be told apart.
+                it or 25 others in the quarter, or they cannot be told apart.
             DataError: If a batch cannot be used, or the classes differ.
         """
         from psc_core.fit import add_class_from  # imported here, so that services load no fitting code

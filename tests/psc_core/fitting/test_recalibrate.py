@@ -776,3 +776,31 @@ def test_a_class_in_python(shipped: FittedModel, digits: ImageDataset, data_root
         shipped.add_class("bag", bags, digits.subset(torch.arange(80)))
     with pytest.raises(DataError, match="expected the model's 11 classes"):
         shipped.add_class("bag", bags, clothes)
+
+
+@pytest.mark.parametrize("others", [0, 40])
+def test_a_quarter_with_few_images_of_the_classes_before_adds_no_class(
+    shipped: FittedModel, digits: ImageDataset, data_root: Path, others: int
+) -> None:
+    clothes = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    trousers = next(clothes.subset(torch.arange(120)).batches(120)).images  # as if all were; nothing looks at them
+    pairs = [(trousers, torch.full((120,), 10))]
+    if others:
+        batch = next(digits.subset(torch.arange(others)).batches(others))
+        pairs.append((batch.images, batch.first_labels()))
+    with pytest.raises(UsageError, match=r"at least 25 of them must be of these, not \d+; give more than 100 images"):
+        shipped.add_class("trouser", clothes.subset(torch.arange(20)), pairs)
+
+
+def test_a_class_takes_nothing_where_no_answer_is_right(
+    shipped: FittedModel, digits: ImageDataset, data_root: Path
+) -> None:
+    clothes = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+    trousers = clothes.subset((clothes.first_labels() == 1).nonzero()[:20, 0])
+    data = digits.subset(torch.arange(40))
+    packed = dataset_outputs(shipped, data, "").packed
+    answered = torch.from_numpy(shipped.decide(shipped.outputs(packed.numpy())).class_index)
+    wrong = replace(data, labels=(answered + 1) % 10)
+    added = recalibrate.add_class(shipped, "trouser", trousers, wrong, recalibrate.Compute(shipped.device))
+    assert added.taken == 0.0 == added.compared and added.recognised > 0.5
+    assert "it takes 0 of 0 right answers" in added.text(learns=False)
