@@ -253,7 +253,10 @@ class SecondReader:
         half = calibration["residuals"][math.ceil((n + 1) * policy["coverage"] - 1e-9) - 1] * np.hypot(
             aleatoric, epistemic
         )
-        interval = np.stack([mean - half, mean + half], axis=1).astype(np.float32)
+        ends = np.stack([mean - half, mean + half], axis=1)
+        interval = ends.astype(np.float32)
+        outward = np.nextafter(interval, np.float32([-np.inf, np.inf]))
+        interval = np.where((interval - ends) * [-1, 1] < 0, outward, interval)
         width = interval[:, 1] - interval[:, 0]
         uncertain = np.zeros(len(z), bool) if policy["max_width"] is None else width > policy["max_width"]
         decision = ["abstain_ood" if o else "abstain_uncertain" if u else "accept"

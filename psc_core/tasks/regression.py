@@ -6,7 +6,8 @@ With y the true number of an image, μ its mean and σ = √(aleatoric² + epist
     ``[μ − q σ, μ + q σ]``,   q = the ⌈(n + 1)(1 − α)⌉-th smallest ``|y − μ| / σ`` of the calibration images
 
 and contains the true number of a future in-distribution image with probability ≥ 1 − α, over all images (split
-conformal with normalised residuals: Papadopoulos et al. 2002; Lei et al. 2018, section 5.2).
+conformal with normalised residuals: Papadopoulos et al. 2002; Lei et al. 2018, section 5.2).  Its ends are float32,
+rounded outward, so that no rounding takes a number out of it.
 
 Collapse, projection, density and checks work on classes.  For a regression these are *bins*: the numbers between two
 neighbouring quantiles of the training images, so that each bin has about as many of them.  (The analogy is ours.)
@@ -78,7 +79,17 @@ if TYPE_CHECKING:
     from psc_core.report.content import TaskReport
 
 FINITE: Final = (np.finfo(np.float32).min, np.finfo(np.float32).max)
+NEXT: Final = 0.6  # so many ε of its size from a float32, rounded, lies the next one
 CODE_ACCEPT, ABSTAIN_UNCERTAIN, ABSTAIN_OOD = range(len(REGRESSION_DECISIONS))
+
+
+def _round_up(ends: npt.NDArray[np.float64]) -> FloatArray:
+    """Return float32 numbers that are not below ``ends``, unless these are beyond every one: JSON has no infinity.
+
+    Rounded to the nearest, an interval of numbers near 1.7e9 would be up to 64 narrower on either side.
+    """
+    rounded = np.clip(ends, *FINITE).astype(np.float32)
+    return np.where(rounded < np.minimum(ends, FINITE[1]), np.nextafter(rounded, FINITE[1]), rounded)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,10 +117,11 @@ class Calibration(BaseCalibration):
         quantile = self.quantile(policy.coverage)
         is_ood = self.is_ood(outputs, policy)
         decision = np.full(len(outputs), CODE_ACCEPT, np.int8)
-        with np.errstate(over="ignore"):  # Ends beyond every float32 are the last one: JSON has no infinity.
-            mean, half = outputs["mean"], quantile * np.hypot(outputs["aleatoric"], outputs["epistemic"])
-            lower, upper = (np.clip(end, *FINITE).astype(np.float32) for end in (mean - half, mean + half))
-            if policy.max_width is not None:  # It may be beyond every float32, and the width may be NaN.
+        mean = outputs["mean"].astype(np.float64)
+        half = quantile * np.hypot(outputs["aleatoric"], outputs["epistemic"], dtype=np.float64)
+        lower, upper = 0 - _round_up(half - mean), _round_up(mean + half)  # 0 and not −0
+        if policy.max_width is not None:
+            with np.errstate(over="ignore"):  # The width may be beyond every float32, or NaN.
                 decision[~(upper - lower <= policy.max_width)] = ABSTAIN_UNCERTAIN
         decision[is_ood] = ABSTAIN_OOD
         return Decisions(is_ood=is_ood, decision=decision, lower=lower, upper=upper)
@@ -119,7 +131,10 @@ class Calibration(BaseCalibration):
     ) -> dict[str, Tensor]:
         deviation = (scores["aleatoric"].square() + scores["epistemic"].square()).sqrt()
         half = self.residuals[self.rank_in_graph(given["coverage"]) - 1] * deviation
-        lower, upper = scores["mean"] - half, scores["mean"] + half
+        mean, step = scores["mean"], NEXT * torch.finfo(torch.float32).eps
+        lower, upper = mean - half, mean + half  # The distance from the mean shows what rounding took off an end.
+        lower = torch.where(mean - lower < half, lower - step * lower.abs(), lower)
+        upper = torch.where(upper - mean < half, upper + step * upper.abs(), upper)
         is_ood = self.is_ood_in_graph(scores["ood_p_value"], given["alpha"])
         is_narrow = upper - lower <= given["max_width"]
         decision = torch.where(is_ood, ABSTAIN_OOD, torch.where(is_narrow, CODE_ACCEPT, ABSTAIN_UNCERTAIN))

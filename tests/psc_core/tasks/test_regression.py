@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def test_the_policy_decides(limit: float | None, names: list[str]) -> None:
     assert decisions.is_ood.tolist() == [False, False, True, True]
 
 
-@pytest.mark.parametrize(("mean", "deviation"), [(1e6, 0.1), (40.0, 2.5), (0.0, 1.0)])
+@pytest.mark.parametrize(("mean", "deviation"), [(1e6, 0.13), (40.0, 2.5), (0.0, 1.0)])
 def test_an_interval_is_as_wide_as_its_ends_are_apart(mean: float, deviation: float) -> None:
     """Whoever sees only the ends of an answer finds the same decision, however much rounding took off its width."""
     rng = np.random.default_rng(0)
@@ -193,6 +194,52 @@ def test_an_interval_is_as_wide_as_its_ends_are_apart(mean: float, deviation: fl
     decided = Decider(policy, 1.0).decide(Outputs(columns, REGRESSION_SCORES, ()))
     assert (decided.decision == (decided.upper - decided.lower > np.float32(2 * deviation))).all()
     assert set(decided.decision.tolist()) == {0, 1}
+
+
+def test_rounding_takes_no_number_out_of_an_interval() -> None:
+    columns = np.zeros((1, len(REGRESSION_SCORES)), np.float32)
+    columns[0, [REGRESSION_SCORES.index(name) for name in ("mean", "aleatoric", "ood_p_value")]] = 1.7e9, 61, 1
+    policy = RegressionPolicy(alpha=0.05, max_width=None, coverage=0.9)
+    decided = Decider(policy, 1.0).decide(Outputs(columns, REGRESSION_SCORES, ()))
+    for value in (1.7e9 - 50, 1.7e9 + 50):
+        assert float(decided.lower[0]) <= value <= float(decided.upper[0])
+
+
+@given(st.floats(-1e10, 1e10, width=32), st.floats(0, 1e6, width=32), st.floats(0, 1e3, width=32))
+def test_ends_are_the_next_float32_outside_of_the_exact_ones(mean: float, deviation: float, quantile: float) -> None:
+    columns = np.zeros((1, len(REGRESSION_SCORES)), np.float32)
+    columns[0, [REGRESSION_SCORES.index(name) for name in ("mean", "aleatoric", "ood_p_value")]] = mean, deviation, 1
+    policy = RegressionPolicy(alpha=0.05, max_width=None, coverage=0.9)
+    calibration = Decider(policy, quantile).calibration
+    decided = calibration.decide(Outputs(columns, REGRESSION_SCORES, ()), policy)
+    half = Fraction(quantile) * Fraction(deviation)
+    rounding = (abs(Fraction(mean)) + half) / 2**50  # of float64
+    for end, exact, sign in (
+        (decided.lower[0], Fraction(mean) - half, -1),
+        (decided.upper[0], Fraction(mean) + half, 1),
+    ):
+        inward = np.nextafter(end, np.float32(-sign * np.inf))
+        assert sign * (Fraction(float(end)) - exact) >= -rounding
+        assert sign * (Fraction(float(inward)) - exact) < rounding
+
+
+def test_a_graph_rounds_outward_too() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.cat([1.7e9 + 1e6 * torch.randn(500, generator=generator), torch.randn(500, generator=generator)])
+    columns = torch.zeros(1000, len(REGRESSION_SCORES))
+    columns[:, REGRESSION_SCORES.index("mean")] = mean
+    columns[:, REGRESSION_SCORES.index("aleatoric")] = 0.1 + 200 * torch.rand(1000, generator=generator)
+    columns[:, REGRESSION_SCORES.index("ood_p_value")] = 1
+    policy = RegressionPolicy(alpha=0.05, max_width=256.0, coverage=0.9)
+    calibration = Calibration(torch.arange(999.0), torch.ones(999))
+    decided = calibration.decide(Outputs(columns.numpy(), REGRESSION_SCORES, ()), policy)
+    scores = dict(zip(REGRESSION_SCORES, columns.T, strict=True))
+    thresholds = {name: torch.tensor(float(value)) for name, value in policy.model_dump().items()}
+    found = calibration.decide_in_graph(scores, torch.empty(1000, 0), thresholds)
+    for name in ("lower", "upper"):
+        np.testing.assert_array_equal(found[name][:500].numpy(), getattr(decided, name)[:500])
+        np.testing.assert_allclose(found[name].numpy(), getattr(decided, name), rtol=1e-6, atol=1e-4)
+    assert found["decision"].tolist() == decided.decision.tolist()
 
 
 def test_limits_and_intervals_beyond_every_float32() -> None:
