@@ -520,12 +520,18 @@ def collect_fit(found: Stages, net: nn.Module, data: FitData, compute: Compute, 
     begin("report")
     model, parts, seed = found.model, found.parts, data.seed
     evaluation, sets = model.task.evaluator(), model.task.report()
-    validation = draw_balanced(data.calibration, REPORTED_IMAGES, seed)
+    order = torch.randperm(len(data.calibration), generator=torch.Generator().manual_seed(seed))
+    # The rates of a policy hold for images as they come; the pictures are to show every class.
+    validation = data.calibration.subset(order[:REPORTED_IMAGES].sort().values)
+    shown = draw_balanced(data.calibration, REPORTED_IMAGES, seed)
     drawn = balanced_positions(data.train, REPORTED_IMAGES, seed)
     trained, known_scores = data.train.subset(drawn), model.pipeline.outputs(parts.of_training(drawn)).cpu()
     plain = evaluation.original_network(net, validation, compute)
     of_validation = evaluation.score_images(model, validation, plain, batch_images=compute.batch_images)
     of_training = evaluation.score_images(model, trained, batch_images=compute.batch_images, packed=known_scores)
+    of_shown = of_validation
+    if len(validation) < len(data.calibration):
+        of_shown = evaluation.score_images(model, shown, batch_images=compute.batch_images)
     known = (
         sets.scored_set("training", Role.TRAINING, trained, of_training),
         sets.scored_set("validation", Role.VALIDATION, validation, of_validation),
@@ -533,7 +539,7 @@ def collect_fit(found: Stages, net: nn.Module, data: FitData, compute: Compute, 
     synthetic = synthetic_sets(model, parts.synthetic, data, compute)
     projection = found.projection.report
     sizes = {"nc1": projection.nc1.cpu(), "nc4": projection.nc4.cpu()}
-    return Content(version, (*known, *synthetic), sets.pictures_of(validation, of_validation), sizes)
+    return Content(version, (*known, *synthetic), sets.pictures_of(shown, of_shown), sizes)
 
 
 def collect_test(

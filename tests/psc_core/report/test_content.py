@@ -9,11 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from psc_core import PRESETS, metrics, open_dataset
+from psc_core import PRESETS, FitSettings, metrics, open_dataset
 from psc_core.bundle import read_bundle
 from psc_core.data.dataset import split_validation
 from psc_core.errors import BundleError
+from psc_core.fit import fit_stages
+from psc_core.fit_data import FitJob
 from psc_core.model import PSC, PSCRegressor
+from psc_core.report import content as report_content
+from psc_core.report.classification import ClassificationSet
 from psc_core.report.content import FILE, Content, Role, facts_of
 from psc_core.report.regression import RegressionSet
 from psc_core.tasks import TASKS
@@ -83,6 +87,25 @@ def test_a_fit_keeps_what_it_served(tiny_bundle: Path, data_root: Path) -> None:
     assert set(validation.quality) == {"psc", "original"}
     assert set(validation.groups) == {"mnist", "ambiguous-mnist"}
     assert kept.sizes["nc4"].ndim == 2
+
+
+def test_rates_of_a_fit_are_those_of_images_as_they_come(
+    tiny_job: TinyJob, data_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Balanced over classes, seven of the twenty images would be of the five rare ones."""
+    monkeypatch.setattr(report_content, "REPORTED_IMAGES", 20)
+    train, val = (
+        open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val")
+    )
+    labels = val.first_labels()
+    rare = [(labels == label).nonzero()[:4, 0] for label in range(5, 10)]
+    val = val.subset(torch.cat([(labels < 5).nonzero()[:, 0], *rare]).sort().values)
+    job = FitJob.of(train, val, FitSettings(device="cpu", layer="4", head="duq", ood_score="density"))
+    kept = report_content.collect_fit(fit_stages(tiny_job.net, job), tiny_job.net, job.data, job.compute, "")
+    (validation,) = (images for images in kept.sets if images.name == "validation")
+    assert isinstance(validation, ClassificationSet) and len(job.data.calibration) > 40 and len(validation.labels) == 20
+    assert int((validation.labels >= 5).sum()) <= 5
+    assert {picture.label for picture in kept.pictures} == {*job.data.calibration.first_labels().tolist()}
 
 
 def test_a_fit_keeps_the_numbers_that_it_served(angle_job: TinyJob, angle_bundle: Path, data_root: Path) -> None:
