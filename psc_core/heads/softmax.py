@@ -442,14 +442,20 @@ def better_of(
     z: Float[Tensor, "m dim"],
     logits: Float[Tensor, "m classes"],
     labels: Int[Tensor, " m"],
+    images: Int[Tensor, " m"] | None = None,  # which image each example shows; None where no two show the same
 ) -> ClassifierHead:
     """Return the head, unless its NLL on the selection split is higher by more than one paired standard error.
 
+    Labels of one image share its error, so that differences are summed by image before they count as independent.
     The record of the returned head has the difference and its error, nats.  A probability of zero, or
     NaN, costs 87.3 nats (:data:`psc_core.metrics.LOG_FLOOR`).
     """
     of_head = label_nll(head(z).probabilities.nan_to_num(nan=0.0), labels)
     difference = of_head - nll(logits / tempered.temperature.to(logits.device), labels)
-    mean, error = float(difference.mean()), float(difference.std(correction=0)) / math.sqrt(len(difference))
+    mean = float(difference.mean())
+    of_images = difference - mean
+    if images is not None:
+        of_images = of_images.new_zeros(int(images.max()) + 1).index_add_(0, images, of_images)
+    error = float(of_images.norm()) / len(difference)
     chosen: ClassifierHead = tempered if mean > error else head
     return chosen.recording({"nll_above_own": mean, "nll_above_own_error": error})

@@ -463,8 +463,8 @@ class Classification(Task):
         if settings.predictions == "original":
             return tempered
         head = fit_head(train, selection, kind, settings.seed, device)
-        z, logits, labels = (part.to(device) for part in (selection.head_input[:], logits, selection.labels))
-        return better_of(head, tempered, z, logits, labels)
+        read = (selection.head_input[:], logits, selection.labels, selection.images)
+        return better_of(head, tempered, *(part.to(device) for part in read))
 
     @classmethod
     def calibrate(

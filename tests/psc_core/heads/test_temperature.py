@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from psc_core.errors import NetworkError
 from psc_core.heads.base import ClassifierHead, ClassifierOutput
-from psc_core.heads.softmax import TemperatureHead, better_of, fit_temperature_head
+from psc_core.heads.softmax import TemperatureHead, better_of, fit_temperature_head, nll
 from psc_core.metrics import LOG_FLOOR
 from tests.psc_core.heads.classifiers import fit, images
 
@@ -46,6 +46,19 @@ def test_the_better_one_is_taken() -> None:
         assert isinstance(chosen, TemperatureHead) == is_own and "nll_above_own" not in own.record | head.record
         expected = -head(z).probabilities[torch.arange(400), labels].double().log().mean() - own.record["val_nll"]
         assert abs(chosen.record["nll_above_own"] - float(expected)) < 1e-5
+
+
+def test_labels_of_one_image_share_its_error() -> None:
+    z, labels = images(400, 6, 3, seed=5)
+    logits, head = torch.randn(400, 3, generator=torch.Generator().manual_seed(0)), fit("laplace")
+    own = fit_temperature_head(logits, labels)
+    difference = nll(head(z).probabilities.log(), labels) - nll(logits / own.temperature, labels)
+    error = float(difference.std(correction=0)) / math.sqrt(400)
+    shown, repeated = torch.arange(400), torch.arange(400).repeat(10)  # ten equal labels of each image
+    for rows, of_images in ((shown, None), (shown, shown), (repeated, repeated)):
+        found = better_of(head, own, z[rows], logits[rows], labels[rows], of_images).record
+        assert found["nll_above_own_error"] == pytest.approx(error, rel=1e-4)
+        assert found["nll_above_own"] == pytest.approx(float(difference.mean()), rel=1e-4)
 
 
 class Certain(ClassifierHead):
