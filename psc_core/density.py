@@ -601,6 +601,11 @@ def fit_density(
     counts = check_features(features, labels, num_classes=num_classes, class_names=names, minimum=2, images=images)
     z = _lengths(family, as_matrix(features))
     limit = train.n_images - num_classes  # the largest P that the automatic choice may take
+    if limit < 1:  # Only images with labels of several classes can be so few.
+        raise FitError(
+            f"expected more images than classes, got {train.n_images} images of {num_classes} classes; the means of "
+            "these leave nothing to fit a covariance to, so add images"
+        )
     if family.has_class_covariances:
         limit = min(limit, math.isqrt(WHITENER_ELEMENTS // num_classes))
     projection = fit_pca(

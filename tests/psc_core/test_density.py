@@ -340,6 +340,15 @@ def test_repeated_labels_add_no_images() -> None:
         fit_density(Examples(z[shown], torch.tensor([0, 1, 1, 0, 0]), 2, shown))
 
 
+@pytest.mark.parametrize(("shown", "classes"), [(4, 10), (4, 4)])
+def test_as_many_classes_as_images_leave_no_covariance(shown: int, classes: int) -> None:
+    """Every image has every label, so that each class has four images."""
+    z = torch.randn(shown, 3, generator=torch.Generator().manual_seed(0)).repeat_interleave(classes, dim=0)
+    examples = Examples(z, torch.arange(classes).repeat(shown), classes, torch.arange(shown).repeat_interleave(classes))
+    with pytest.raises(FitError, match=f"more images than classes, got 4 images of {classes} classes"):
+        fit_density(examples, kind="tied")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
