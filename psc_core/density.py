@@ -350,6 +350,16 @@ class PCA(NamedTuple):
         return z.map(lambda part: (part.double() - self.mean) @ whitening, whitening.shape[1], torch.float64)
 
 
+def rank_of(mean: Float[Tensor, " dim"], components: linalg.Eigen, feature_dtype: torch.dtype) -> int:
+    """Return how many principal components of features that were computed in ``feature_dtype`` are not rounding."""
+    values, vectors = components
+    # The error of rounded features along each component: some steps of their size, for which their mean stands.
+    rounding = linalg.rounding_of(mean.abs() @ vectors.abs(), feature_dtype)
+    significant = values > torch.maximum(RANK_TOLERANCE * values[0], rounding.square())
+    # Up to the first that is not significant: the rounding error, unlike the variance, need not descend.
+    return int(significant.long().cumprod(0).sum())
+
+
 def fit_pca(
     z: Float[Tensor, "n dim"] | FeatureMatrix,
     *,
@@ -361,13 +371,8 @@ def fit_pca(
     """Fit the projection to features."""
     mean = linalg.mean_of_rows(z)
     # A single image has no variance: zero is refused below as rank 0, where 0 / 0 would be NaN.
-    covariance = linalg.scatter_about(z, mean) / max(1, len(z) - 1)
-    values, vectors = linalg.eigh(covariance)
-    # The error of rounded features along each component: some steps of their size, for which their mean stands.
-    rounding = linalg.rounding_of(mean.abs() @ vectors.abs(), feature_dtype or z.dtype)
-    significant = values > torch.maximum(RANK_TOLERANCE * values[0], rounding.square())
-    # Up to the first that is not significant: the rounding error, unlike the variance, need not descend.
-    rank = int(significant.long().cumprod(0).sum())
+    values, vectors = components = linalg.eigh(linalg.scatter_about(z, mean) / max(1, len(z) - 1))
+    rank = rank_of(mean, components, feature_dtype or z.dtype)
     if rank == 0:
         raise FitError(
             "expected features that differ between images, all are equal up to rounding; choose another layer"

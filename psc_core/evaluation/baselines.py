@@ -36,7 +36,7 @@ from torch.nn import functional
 from psc_core import linalg
 from psc_core.compute import Compute, passes
 from psc_core.data.dataset import ImageDataset, draw
-from psc_core.density import DENSITIES, ClasswiseDensity, Density, Examples, fit_density
+from psc_core.density import DENSITIES, ClasswiseDensity, Density, Examples, fit_density, rank_of
 from psc_core.errors import FitError, NetworkError
 from psc_core.evaluation.evaluate import OriginalNetwork
 from psc_core.features import chunk_rows, usable
@@ -169,12 +169,12 @@ def fit_baselines(
 
 def full_density(z: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], *, num_classes: int, kind: str) -> Density:
     """Fit a density to classes of two labels or more with as many components of the features as memory allows."""
-    inputs = functional.normalize(z) if DENSITIES[kind].unit_length else z
+    inputs = functional.normalize(z.double()) if DENSITIES[kind].unit_length else z
     mean = linalg.mean_of_rows(inputs)
-    variances = linalg.eigh(linalg.scatter_about(inputs, mean) / (len(inputs) - 1)).values
-    # Stricter than the density's own rank, which an explicit number of components must not exceed.
-    noise = max(1e-9 * float(variances[0]), (10 * torch.finfo(z.dtype).eps * float(mean.norm())) ** 2)
-    components = max(1, int((variances > noise).sum()))
+    found = linalg.eigh(linalg.scatter_about(inputs, mean) / (len(inputs) - 1))
+    # Stricter, where the mean is small, than the density's own rank, which the number must not exceed.
+    noise = max(1e-9 * float(found.values[0]), (10 * torch.finfo(z.dtype).eps * float(mean.norm())) ** 2)
+    components = max(1, min(int((found.values > noise).sum()), rank_of(mean, found, z.dtype)))
     if issubclass(DENSITIES[kind], ClasswiseDensity):
         components = min(components, max(1, math.isqrt(GAUSSIAN_ELEMENTS // num_classes)))
     return fit_density(Examples(z, labels, num_classes), kind=kind, pca=components)

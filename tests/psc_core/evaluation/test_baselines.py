@@ -137,6 +137,15 @@ def test_full_density_keeps_the_rank_of_the_features(kind: str) -> None:
     assert bool(density(z).log_density.isfinite().all())
 
 
+@pytest.mark.parametrize("kind", ["gda", "tied"])
+def test_full_density_takes_no_component_of_rounding_alone(kind: str) -> None:
+    """Of features near a hundred, rounding alone is as large as the second."""
+    random = torch.Generator().manual_seed(0)
+    z = 100 + torch.randn(400, 2, generator=random) * torch.tensor([10, 5e-4])
+    density = full_density(z, torch.arange(400) % 2, num_classes=2, kind=kind)
+    assert density.record["components"] == 1
+
+
 def test_small_classes_have_few_neighbours(fitted: Baselines) -> None:
     few = fit_baselines(trained(), "pool", images(36, 1), images(30, 2), compute=CPU)
     assert (fitted.neighbours, few.neighbours) == (30, 6)
