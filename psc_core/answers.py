@@ -162,6 +162,9 @@ MaxWidth = Annotated[
 ]
 
 
+WITHOUT_IMAGE: Final = "width_without_image"  # the metric with the width that a calibration took, as none was asked for
+
+
 class RegressionPolicy(BasePolicy):
     """Decision thresholds of a regression."""
 
@@ -169,11 +172,16 @@ class RegressionPolicy(BasePolicy):
     max_width: MaxWidth | None  # no interval is too wide for None
     coverage: Coverage
 
+    def has_own_width(self, metrics: Mapping[str, Any]) -> bool:
+        """Return whether the calibration took the width, as none was asked for."""
+        width = metrics.get(WITHOUT_IMAGE, -1.0)
+        return self.max_width is not None and math.isclose(self.max_width, width, rel_tol=1e-8)  # It has nine digits.
+
     def headline(self, metrics: Mapping[str, Any]) -> str:
         if self.max_width is None:
             return f"{guessing(metrics)}no interval is too wide to be accepted, however little the model knows"
         found = f"images whose interval is wider than {self.max_width:.4g} are abstain_uncertain"
-        if math.isclose(self.max_width, metrics.get("width_without_image", -1.0), rel_tol=1e-8):  # It has nine digits.
+        if self.has_own_width(metrics):
             found += f": an interval that holds {self.coverage:.0%} of the numbers whatever the image is as wide"
         return guessing(metrics) + found
 

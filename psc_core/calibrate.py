@@ -44,7 +44,7 @@ from torch import Tensor
 
 from psc_core import __version__
 from psc_core.added_class import PARTS, AddedClass, fit_added, is_answer
-from psc_core.answers import BasePolicy
+from psc_core.answers import WITHOUT_IMAGE, BasePolicy, RegressionPolicy
 from psc_core.bundle import HISTORY
 from psc_core.checks import (
     CONTENT,
@@ -140,7 +140,8 @@ def with_calibration(
     model: FittedModel, pipeline: Pipeline, found: Calibrated, data: ImageDataset, entry: Mapping[str, Any]
 ) -> FittedModel:
     """Return ``model`` with a pipeline that was calibrated again, and no version: no bundle holds it yet."""
-    metrics = {**model.report.get("metrics", {}), **found.metrics}
+    before = {name: value for name, value in model.report.get("metrics", {}).items() if name != WITHOUT_IMAGE}
+    metrics = {**before, **found.metrics}  # A width that is asked for is not the calibration's.
     provenance = model.report.get("provenance", {})
     entry = {"from": model.version, "psc_version": __version__, **entry}
     return replace(
@@ -193,7 +194,10 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
             f"calibration of a {model.task.noun} does not read {', '.join(sorted(unread))}; it takes {', '.join(known)}"
         )
     rates = {name: value for name, value in model.policy.model_dump().items() if name in known and name != "risk"}
-    asked = model.report.get("metrics", {}).get("risk_asked")  # None where it was left to the fit.
+    metrics = model.report.get("metrics", {})
+    if isinstance(model.policy, RegressionPolicy) and model.policy.has_own_width(metrics):
+        rates["max_width"] = None  # It was of other images, and perhaps for another coverage.
+    asked = metrics.get("risk_asked")  # None where it was left to the fit.
     risk = asked if isinstance(asked, float) and 0 < asked < 1 else None
     return FitSettings(device=model.device, **rates, risk=risk).changed(changes)
 

@@ -32,6 +32,7 @@ from psc_core.answers import (
     BETTER_THAN_GUESSING,
     REGRESSION_DECISIONS,
     REGRESSION_SCORES,
+    WITHOUT_IMAGE,
     RegressionAnswer,
     RegressionPolicy,
     RegressionQuery,
@@ -379,7 +380,7 @@ class Regression(Task):
         measured = calibration_metrics(mean, deviation, values)
         width = settings.max_width
         if width is None:
-            width = measured["width_without_image"] = width_without_image(values, settings.coverage)
+            width = measured[WITHOUT_IMAGE] = width_without_image(values, settings.coverage)
         return Calibrated(
             calibration, RegressionPolicy(alpha=settings.alpha, max_width=width, coverage=settings.coverage), measured
         )

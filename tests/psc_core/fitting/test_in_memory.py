@@ -29,10 +29,11 @@ from psc_core import (
     open_loader,
 )
 from psc_core.bundle import HISTORY
-from psc_core.data.dataset import ImageDataset, ImageSource
+from psc_core.data.dataset import ImageDataset, ImageSource, known_values
 from psc_core.errors import DataError, NetworkError, UsageError
 from psc_core.images.preprocess import Preprocess
 from psc_core.model import TRIAL_IMAGES
+from psc_core.tasks.regression import width_without_image
 from tests import tiny
 from tests.conftest import TinyJob
 from tests.folders import transformer
@@ -331,6 +332,13 @@ def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> No
     with pytest.raises(UsageError, match="a regression does not read risk"):
         model.calibrate(loaders["test"], risk=0.1)
     assert len(calibrated.calibration) == len(loaders["test"]) and calibrated.policy.coverage == 0.9
+    narrow = model.calibrate(loaders["test"], coverage=0.5)  # Its width is the calibration's, as none is asked for.
+    assert narrow.policy.max_width == pytest.approx(
+        width_without_image(known_values(opened["test"].values), 0.5), rel=1e-6
+    )
+    assert "an interval that holds 50% of the numbers" in narrow.policy.headline(narrow.report["metrics"])
+    asked = narrow.calibrate(loaders["test"], max_width=20.0).calibrate(loaders["test"], coverage=0.9)
+    assert asked.policy.max_width == 20.0 and "width_without_image" not in asked.report["metrics"]
     with pytest.raises(DataError, match=r"expected numbers of angle, degrees in .*, got angle, radians"):
         target = model.target.model_copy(update={"unit": "radians"})
         model.calibrate(replace(opened["test"], target=target))
