@@ -75,6 +75,10 @@ class BasePolicy(BaseModel, ABC):
         """Return the fraction of accepted images that is wrong at most, 1 if nothing shows it; or None."""
         return None
 
+    def asked(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings that this policy was calibrated with; None for what was left to the calibration."""
+        return self.model_dump()
+
     def notes(self, classes: Sequence[str]) -> list[str]:
         """Return the other limits of decisions by this policy that their users should know, a sentence each."""
         return []
@@ -148,6 +152,10 @@ class ClassificationPolicy(BasePolicy):
         expected = metrics.get("risk_asked") or RISKS[0]
         return super().surprises(metrics) or self.risk is None or self.risk > expected
 
+    def asked(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        risk = metrics.get("risk_asked")
+        return super().asked(metrics) | {"risk": risk if isinstance(risk, float) and 0 < risk < 1 else None}
+
     def largest_error_rate(self) -> float:
         return 1.0 if self.risk is None else self.risk
 
@@ -172,8 +180,11 @@ class RegressionPolicy(BasePolicy):
     max_width: MaxWidth | None  # no interval is too wide for None
     coverage: Coverage
 
-    def has_own_width(self, metrics: Mapping[str, Any]) -> bool:
-        """Return whether the calibration took the width, as none was asked for."""
+    def asked(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        return super().asked(metrics) | ({"max_width": None} if self._has_own_width(metrics) else {})
+
+    def _has_own_width(self, metrics: Mapping[str, Any]) -> bool:
+        """Return whether the calibration took the width, of its images and for its coverage, as none was asked for."""
         width = metrics.get(WITHOUT_IMAGE, -1.0)
         return self.max_width is not None and math.isclose(self.max_width, width, rel_tol=1e-8)  # It has nine digits.
 
@@ -181,7 +192,7 @@ class RegressionPolicy(BasePolicy):
         if self.max_width is None:
             return f"{guessing(metrics)}no interval is too wide to be accepted, however little the model knows"
         found = f"images whose interval is wider than {self.max_width:.4g} are abstain_uncertain"
-        if self.has_own_width(metrics):
+        if self._has_own_width(metrics):
             found += f": an interval that holds {self.coverage:.0%} of the numbers whatever the image is as wide"
         return guessing(metrics) + found
 

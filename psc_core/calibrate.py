@@ -44,7 +44,7 @@ from torch import Tensor
 
 from psc_core import __version__
 from psc_core.added_class import PARTS, AddedClass, fit_added, is_answer
-from psc_core.answers import WITHOUT_IMAGE, BasePolicy, RegressionPolicy
+from psc_core.answers import WITHOUT_IMAGE, BasePolicy
 from psc_core.bundle import HISTORY
 from psc_core.checks import (
     CONTENT,
@@ -193,13 +193,8 @@ def settings_of(model: FittedModel, changes: Mapping[str, Any]) -> FitSettings:
         raise UsageError(
             f"calibration of a {model.task.noun} does not read {', '.join(sorted(unread))}; it takes {', '.join(known)}"
         )
-    rates = {name: value for name, value in model.policy.model_dump().items() if name in known and name != "risk"}
-    metrics = model.report.get("metrics", {})
-    if isinstance(model.policy, RegressionPolicy) and model.policy.has_own_width(metrics):
-        rates["max_width"] = None  # It was of other images, and perhaps for another coverage.
-    asked = metrics.get("risk_asked")  # None where it was left to the fit.
-    risk = asked if isinstance(asked, float) and 0 < asked < 1 else None
-    return FitSettings(device=model.device, **rates, risk=risk).changed(changes)
+    asked = model.policy.asked(model.report.get("metrics", {}))
+    return FitSettings(device=model.device, **{name: asked[name] for name in known if name in asked}).changed(changes)
 
 
 @torch.inference_mode()
