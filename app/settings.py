@@ -169,7 +169,7 @@ class Settings(BaseSettings):
     """Longest time between SIGTERM and the end of the process, seconds; the last fifth is for the prediction log, if
     there is one."""
     decode_threads: int | None = Field(None, ge=1, le=1024)
-    """Number of threads that decode images; unset: one per CPU, at most 16."""
+    """Number of threads that decode images; unset: one per CPU, at most 16. Each front has twice its share of them."""
     inline_decode_bytes: int = Field(16 * 1024, ge=0)
     """Largest request, bytes, that is decoded without a thread if its pixels are few too, because handing it over would
     take longer than decoding it."""
