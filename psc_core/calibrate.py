@@ -19,8 +19,8 @@ too while they are compared, or the checks would win and not the density.
 
 :func:`learn`: images reviewed as none of the classes become the check ``reviewed`` (:mod:`psc_core.reviewed`), which
 replaces an earlier one.  It is taken where it ranks reviewed images that it has not learnt from higher among images of
-the classes, by more than the standard error of that gain, and loses at most :data:`LARGEST_LOSS` of AUROC on every
-transform.
+the classes, by more than the standard error of that gain over images of both kinds, and loses at most
+:data:`LARGEST_LOSS` of AUROC on every transform.
 
 :func:`add_class`: images that people named become one more class (:mod:`psc_core.added_class`).  What was learnt from
 reviewed images is forgotten, because these may be among them.
@@ -451,20 +451,25 @@ def learn(
     seen = by_transform(batches, read)[REVIEWED]
     made = by_transform(synthetic_batches(real, compute, "synthetic OOD images", mixed=mixed, seed=0), read)
     inside, moments = made.pop(REAL), moments_of(density)
-    ranks = torch.zeros(2, len(kinds), dtype=torch.float64)
+    ranks = torch.zeros(2, len(kinds), dtype=torch.float64)  # of reviewed images among those of the classes
+    of_real = torch.zeros(2, len(inside["w"]), dtype=torch.float64)  # fraction of reviewed images above each of these
     for part in range(PARTS):
         held = torch.arange(len(kinds)) % PARTS == part
         of_held = {name: values[held] for name, values in seen.items()}
         fitted = fit_reviewed(moments, seen["w"][~held], kinds[~held], names)
         for row, score in enumerate((without, score_with(fitted, checks_with(fitted)))):
-            ranks[row, held] = _ranks(score(inside), score(of_held))
+            known, found = score(inside), score(of_held)
+            ranks[row, held] = _ranks(known, found)
+            of_real[row] += float(held.double().mean()) * (1 - _ranks(found, known))
     reviewed, gains = fit_reviewed(moments, seen["w"], kinds, names, days), ranks[1] - ranks[0]
     new = checks_with(reviewed)
     before, after = (
         {_HELD_BACK: mean, **{name: auroc(score(inside), score(of)) for name, of in made.items()}}
         for mean, score in zip(ranks.mean(1).tolist(), (without, score_with(reviewed, new)), strict=True)
     )
-    helps = float(gains.mean()) > float(gains.std(correction=0)) / math.sqrt(len(gains))
+    # The standard error of the difference of two AUROCs on the same images, of both kinds (DeLong et al. 1988).
+    errors = [each.std(correction=0) / math.sqrt(len(each)) for each in (gains, of_real[1] - of_real[0])]
+    helps = float(gains.mean()) > math.hypot(*map(float, errors))
     helps &= all(after[name] >= before[name] - LARGEST_LOSS for name in made)
     if helps:
         if pipeline.stored_images is not None:

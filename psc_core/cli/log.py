@@ -229,7 +229,8 @@ def recalibrate_parser() -> argparse.ArgumentParser:
     )
     cli.add_argument("--risk", type=FRACTION.parse_or_auto, metavar="RATE|auto", default=argparse.SUPPRESS, help=text)
     text = (
-        "widest interval that counts as certain, in the unit of the numbers, for a regression (default: the bundle's)"
+        "widest interval that counts as certain, in the unit of the numbers, for a regression (default: the bundle's "
+        "if one was asked for, else the width of an interval that is the same for all images)"
     )
     cli.add_argument("--max-width", type=positive_number, metavar="WIDTH", help=text)
     text = (
