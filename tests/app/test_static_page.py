@@ -33,7 +33,7 @@ def test_the_folder_has_all_that_it_asks_for(runtime: Path, tmp_path: Path, caps
     code, out, _ = run(capsys, cli.main, words)
     assert code == 0 and f"next: python3 -m http.server --directory {site}" in out
     code, _, err = run(capsys, cli.main, words)
-    assert code == 2 and "holds index.html already" in err
+    assert code == 2 and "holds index.html and model.json and" in err
     page = (site / "index.html").read_text()
     assert re.findall(r'src="(page/[^"]+js)"', page) == ["page/local.js"]  # It loads the others when it can answer.
     assert "<noscript>" not in page and 'href="metrics"' not in page  # which name what only a service has

@@ -161,7 +161,7 @@ def test_a_file_that_is_no_image_is_refused_in_our_words(
     client: TestClient, model: FittedModel, mlflow: Any, loaded: Any, data: bytes
 ) -> None:
     with pytest.raises(ImageError) as reason:
-        model.predict([data])
+        model.preprocess.from_bytes(data)
     text = f"image 1: {reason.value}"
     answer = client.post("/invocations", json=request(TEXTS[0], base64.b64encode(data).decode()))
     assert answer.status_code == 400 and answer.json()["message"].endswith(f"Error: {text}")
