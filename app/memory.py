@@ -90,6 +90,7 @@ class MemoryBudget:
         self.shortage = ""  # the reason why no more requests are accepted; empty while there is memory
         self._for_decoding = min(PIXEL_BYTES * max_pixels, self.total // 2)
         self.held = self._most_held = 0
+        self._decoding = 0  # images that are being decoded
         self._released_at = time.monotonic()
         self._condition = threading.Condition(threading.Lock())
 
@@ -126,12 +127,20 @@ class MemoryBudget:
         """Hold the memory for decoding an image within the block; waits until other images are decoded."""
         # Never more than is kept free for decoding, or an image could wait for ever.
         size = min(PIXEL_BYTES * pixels, self._for_decoding)
+
+        def has_room() -> bool:
+            """Return whether there is room, for a second image without refusing the bodies of others meanwhile."""
+            return self.held + size <= self.total - (self._for_decoding if self._decoding else 0)
+
         with self._condition:
-            self._condition.wait_for(lambda: self.held + size <= self.total)
+            self._condition.wait_for(has_room)
+            self._decoding += 1
             self._hold(size)
         try:
             yield
         finally:
+            with self._condition:
+                self._decoding -= 1
             self.give(size)
 
     def should_release(self, elsewhere: int = 0) -> bool:

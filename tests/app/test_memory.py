@@ -41,6 +41,25 @@ def test_an_image_larger_than_its_room_is_decoded_alone() -> None:
         held.take(1)
 
 
+def test_a_second_image_waits_where_the_bodies_of_others_would_be_refused() -> None:
+    held, begun = budget(), threading.Event()
+
+    def decode() -> None:
+        with held.decoding(25):
+            begun.set()
+
+    held.take(500)
+    with ThreadPoolExecutor(1) as pool:
+        with held.decoding(25):
+            second = pool.submit(decode)
+            held.take(100)
+            assert not begun.wait(0.1)
+        second.result(timeout=30)
+    held.give(500)
+    with held.decoding(25):
+        decode()
+
+
 def test_decoding_waits_for_others_that_decode() -> None:
     held = budget()
     held.take(700)
