@@ -90,7 +90,7 @@ class MemoryBudget:
         self.shortage = ""  # the reason why no more requests are accepted; empty while there is memory
         self._for_decoding = min(PIXEL_BYTES * max_pixels, self.total // 2)
         self.held = self._most_held = 0
-        self._decoding = 0  # images that are being decoded
+        self._decoded = 0  # the part of it for images that are being decoded
         self._released_at = time.monotonic()
         self._condition = threading.Condition(threading.Lock())
 
@@ -103,7 +103,8 @@ class MemoryBudget:
         """Check that ``size`` more bytes could be held now."""
         if self.shortage:
             raise NotReady(self.shortage)
-        if self.held + size > self.total - self._for_decoding:
+        # What is decoded in the room that is kept for it takes none from bodies.
+        if self.held - min(self._decoded, self._for_decoding) + size > self.total - self._for_decoding:
             raise TooManyRequests(
                 f"requests hold {self.held} of {self.total} bytes (max_buffered_bytes, or a quarter of the memory), of "
                 f"which {self._for_decoding} are reserved for decoding; {size} more do not fit; try again in 1 s",
@@ -130,17 +131,17 @@ class MemoryBudget:
 
         def has_room() -> bool:
             """Return whether there is room, for a second image without refusing the bodies of others meanwhile."""
-            return self.held + size <= self.total - (self._for_decoding if self._decoding else 0)
+            return self.held + size <= self.total - (self._for_decoding if self._decoded else 0)
 
         with self._condition:
             self._condition.wait_for(has_room)
-            self._decoding += 1
+            self._decoded += size
             self._hold(size)
         try:
             yield
         finally:
             with self._condition:
-                self._decoding -= 1
+                self._decoded -= size
             self.give(size)
 
     def should_release(self, elsewhere: int = 0) -> bool:
