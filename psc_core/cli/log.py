@@ -97,9 +97,8 @@ def review(args: argparse.Namespace) -> None:
 
 def _check_files(args: argparse.Namespace) -> None:
     """Check that no labels that people wrote into a file are written over."""
-    for file in filter(None, (args.out, args.csv)):
-        if not args.overwrite:
-            flags.check_free(file.parent, [file.name])
+    for file in () if args.overwrite else filter(None, (args.out, args.csv)):
+        flags.check_free(file.parent, [file.name])
 
 
 def review_clusters(args: argparse.Namespace) -> None:

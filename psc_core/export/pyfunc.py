@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import binascii
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -106,14 +105,14 @@ def save_pyfunc(model: FittedModel, folder: Path, *, overwrite: bool = False) ->
     signature = models.ModelSignature(types.Schema([types.ColSpec("string", COLUMN)]), params=params)
     noise = DataFrame({COLUMN: [as_base64(png_of(model.preprocess.noise()[0, :, :32, :32].numpy()))]})
     library = network.spec.partition(":")[0] if network else ""
-    with TemporaryDirectory() as scratch:
+    with TemporaryDirectory(dir=folder.parent if replaces else None) as scratch:
+        written = Path(scratch) / "new" if replaces else folder
         manifest = model.save(bundle := Path(scratch) / BUNDLE, graph=library not in LIBRARIES)
         extra = "[onnx]" if manifest.backbone.network is None else "[timm]" if library == "timm" else ""
         pyfunc.save_model(
-            str(written := Path(scratch) / "model"), __name__, str(bundle), signature=signature, input_example=noise,
+            str(written), __name__, str(bundle), signature=signature, input_example=noise,
             pip_requirements=[f"psc{extra}=={__version__}"], metadata={"name": model.name, "version": manifest.version},
         )  # fmt: skip
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(written, folder)
+        if replaces:  # Now, as nothing can fail any more.
+            folder.rename(Path(scratch) / "old")
+            written.rename(folder)

@@ -26,7 +26,7 @@ from psc_core.bundle import HISTORY, Bundle, Manifest, write_file
 from psc_core.checks import KINDS_KEY, REAL, synthetic_batches
 from psc_core.collapse import ChosenLayer, CollapseReport
 from psc_core.compute import Compute, begin, count_images
-from psc_core.data.dataset import ImageDataset, balanced_positions, draw_balanced
+from psc_core.data.dataset import ImageDataset, balanced_positions, draw, draw_balanced
 from psc_core.errors import BundleError
 from psc_core.evaluation.evaluate import Evaluation
 from psc_core.fit import Stages
@@ -520,17 +520,17 @@ def collect_fit(found: Stages, net: nn.Module, data: FitData, compute: Compute, 
     begin("report")
     model, parts, seed = found.model, found.parts, data.seed
     evaluation, sets = model.task.evaluator(), model.task.report()
-    order = torch.randperm(len(data.calibration), generator=torch.Generator().manual_seed(seed))
-    # The rates of a policy hold for images as they come; the pictures are to show every class.
-    validation = data.calibration.subset(order[:REPORTED_IMAGES].sort().values)
-    shown = draw_balanced(data.calibration, REPORTED_IMAGES, seed)
+    validation = shown = data.calibration
+    if len(validation) > REPORTED_IMAGES:
+        # The rates of a policy hold for images as they come; the pictures are to show every class.
+        validation, shown = draw(shown, REPORTED_IMAGES, seed), draw_balanced(shown, REPORTED_IMAGES, seed)
     drawn = balanced_positions(data.train, REPORTED_IMAGES, seed)
     trained, known_scores = data.train.subset(drawn), model.pipeline.outputs(parts.of_training(drawn)).cpu()
     plain = evaluation.original_network(net, validation, compute)
     of_validation = evaluation.score_images(model, validation, plain, batch_images=compute.batch_images)
     of_training = evaluation.score_images(model, trained, batch_images=compute.batch_images, packed=known_scores)
     of_shown = of_validation
-    if len(validation) < len(data.calibration):
+    if shown is not validation:
         of_shown = evaluation.score_images(model, shown, batch_images=compute.batch_images)
     known = (
         sets.scored_set("training", Role.TRAINING, trained, of_training),
