@@ -174,12 +174,14 @@ class Board:
 
     def __init__(self, fronts: int) -> None:
         self.fronts = fronts
-        memory = mmap.mmap(-1, 8 * (4 * fronts + 3) + _MAX_REASON)
+        memory = mmap.mmap(-1, 8 * (5 * fronts + 5) + _MAX_REASON)
         # NumPy writes a number at once; struct would write zeros first, which another process may read.
         self._engines = np.frombuffer(memory, np.int64, 2)
         self._beats = np.frombuffer(memory, np.float64, fronts + 1, self._engines.nbytes)
-        counts = np.frombuffer(memory, np.int64, 3 * fronts, self._engines.nbytes + self._beats.nbytes)
-        self._arriving, self._decoding, self._grown = counts.reshape(3, fronts)
+        counts = np.frombuffer(memory, np.int64, 4 * fronts + 2, self._engines.nbytes + self._beats.nbytes)
+        self._arriving, self._decoding, self._grown = counts[: 3 * fronts].reshape(3, fronts)
+        self.memory = counts[3 * fronts :]  # what requests hold in each process, and what they may; see MemoryBudget
+        self.memory[-1] = np.iinfo(np.int64).max  # until the engine has measured it
         self._reason = memoryview(memory)[-_MAX_REASON:]
         self.engine = 1
 

@@ -56,6 +56,7 @@ logger = logging.getLogger("psc.front")
 _PREDICT: Final = re.compile(r"/predict|/models/([^/]+)/predict")
 _RELEASE_BYTES: Final = 16 << 20  # beyond what a front began with, for freed memory to go back to the system
 _RELEASE_SECONDS: Final = 5.0  # the shortest time between two such returns
+_SILENT_SECONDS: Final = 5.0  # after which an engine that nobody would replace counts as dead
 _MEET_SECONDS: Final = 10.0  # the longest time that a new front waits for the engine before it answers without
 _TRACE: Final = b"traceparent"
 # What the engine needs to know of a request.
@@ -102,14 +103,15 @@ class _Call:
         self.came.set()
 
 
-def front_memory(settings: Settings, fronts: int) -> MemoryBudget:
+def front_memory(settings: Settings, board: Board, place: int) -> MemoryBudget:
     """Return a front's part of the memory for requests, at least that of the largest one if there is so much.
 
     It may hold as much again in the memory that it shares with the engine, see :class:`.Arena`.
     """
     largest = COPIES * settings.max_body_bytes + PIXEL_BYTES * settings.max_pixels
-    asked = max(settings.max_buffered_bytes // fronts, min(settings.max_buffered_bytes, largest))
-    return MemoryBudget(asked, process_memory() // (2 * fronts), max_pixels=settings.max_pixels)
+    asked = max(settings.max_buffered_bytes // board.fronts, min(settings.max_buffered_bytes, largest))
+    most = process_memory() // (2 * board.fronts)
+    return MemoryBudget(asked, most, max_pixels=settings.max_pixels, counts=board.memory, place=place)
 
 
 class Front:
@@ -118,7 +120,7 @@ class Front:
     def __init__(self, settings: Settings, board: Board, place: Place, *, on_start: Callable[[], None]) -> None:
         self.settings = settings
         self.inflight = 0
-        self.memory = front_memory(settings, board.fronts)
+        self.memory = front_memory(settings, board, place.index)
         self._keys = ApiKeys.of(settings)
         self._board, self._place = board, place
         self._on_start = on_start
@@ -135,6 +137,7 @@ class Front:
         self._met = asyncio.Event()  # set once this front knows an engine, or is to end
         self._decoding = 0  # the number of images that are being decoded, or wait for a thread
         self._prefix = settings.root_path.rstrip("/")
+        self.is_orphan = False  # whether the parent has ended, so that nobody replaces the engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -350,9 +353,11 @@ class Front:
             self._models[name] = DecodingModel(version, decoder, name not in full)
 
     def _lose_dead(self) -> None:
-        """End the requests to an engine that has died."""
+        """End the requests to an engine that has died; without a parent only its silence tells."""
+        last_beat = self._board.last_beat(self._board.fronts)
+        is_silent = self.is_orphan and time.monotonic() > last_beat + _SILENT_SECONDS
         for call in self._calls.values():
-            if call.engine != self._board.engine:
+            if is_silent or call.engine != self._board.engine:
                 call.put(END)
 
     async def _sweep(self) -> None:

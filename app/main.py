@@ -28,7 +28,6 @@ from app.http import feedback, model, predict, v2
 from app.http.middleware import DirectRoutes, HostAllowList, ProblemCORS, ProblemResponses, RequestLimits, Telemetry
 from app.http.v2 import HEADER
 from app.log import LogWriter
-from app.memory import MemoryBudget, process_memory
 from app.metrics import Metrics, forget_dead_processes
 from app.models import ModelStarter, Registry, load_bundle
 from app.service import ApiKeys, Host, Service
@@ -167,7 +166,7 @@ def create_app(
 def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, host: Host) -> Service:
     """Make the parts of a service, none of which is started; takes the arguments of :func:`create_app`."""
     keys, metrics = ApiKeys.of(settings), Metrics()
-    memory = MemoryBudget(settings.max_buffered_bytes, process_memory(), max_pixels=settings.max_pixels)
+    memory = host.memory(settings)
     log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, metrics)
     names = [name for name, _ in settings.named_bundles] if models is None else list(models)
     # With several models, nobody knows whose images are being decoded elsewhere.

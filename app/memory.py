@@ -5,7 +5,7 @@ files.  Decoded images take their size while they wait for the device, and an im
 A request that does not fit is refused with 429 before it is held; only decoding waits, for other images to be decoded.
 The budget is at most a quarter of the memory that this process may have.  gRPC shows nothing of a message until it is
 complete, so messages that are still arriving may take as much again.  Other uses of memory cannot be foreseen, only
-measured: above nine tenths of its memory the process accepts no more requests.
+measured: above nine tenths of its memory the process accepts no more requests, nor any that would take it there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from app.errors import NotReady, TooManyRequests
 
 COPIES: Final = 2  # the bytes held for each byte of a body
@@ -26,6 +29,7 @@ COPIES: Final = 2  # the bytes held for each byte of a body
 PIXEL_BYTES: Final = 8
 BUDGET_FRACTION: Final = 1 / 4  # the budget, as a fraction of the memory that the process may have
 FULL_FRACTION: Final = 0.9  # the fraction of its memory above which the process accepts no more requests
+_IDLE_BYTES: Final = 1 << 20  # what requests may hold while the memory of an idle process is measured
 RELEASE_BYTES: Final = 128 << 20  # below their peak, what requests hold for freed memory to go back to the system
 _RELEASE_SECONDS: Final = 5.0  # the shortest time between two such returns
 CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -81,18 +85,34 @@ def resident_bytes() -> int:
 class MemoryBudget:
     """The bytes that requests may hold at once, and whether the process has memory left.  Any thread may call.
 
-    Room to decode one image of ``max_pixels`` is always kept free, but at most half of the budget.
+    Room to decode one image of ``max_pixels`` is always kept free, but at most half of the budget.  Processes that
+    have their memory together share ``counts``: what requests hold in each of them, and last what they may hold in all.
     """
 
-    def __init__(self, asked: int, process_bytes: int, *, max_pixels: int) -> None:
+    def __init__(
+        self,
+        asked: int,
+        process_bytes: int,
+        *,
+        max_pixels: int,
+        counts: npt.NDArray[np.int64] | None = None,
+        place: int = 0,
+    ) -> None:
         self.process_bytes = process_bytes  # the memory that this process may have, bytes; see :func:`process_memory`
         self.total = min(asked, int(BUDGET_FRACTION * process_bytes))
         self.shortage = ""  # the reason why no more requests are accepted; empty while there is memory
         self._for_decoding = min(PIXEL_BYTES * max_pixels, self.total // 2)
-        self.held = self._most_held = 0
+        self._counts = np.array([0, process_bytes]) if counts is None else counts
+        self._place = place  # of this process among the counts
+        self._most_held = self._idle_bytes = 0
         self._decoded = 0  # the part of it for images that are being decoded
         self._released_at = time.monotonic()
         self._condition = threading.Condition(threading.Lock())
+
+    @property
+    def held(self) -> int:
+        """What requests hold in this process now, bytes."""
+        return int(self._counts[self._place])
 
     @property
     def largest_body(self) -> int:
@@ -101,8 +121,7 @@ class MemoryBudget:
 
     def check(self, size: int) -> None:
         """Check that ``size`` more bytes could be held now."""
-        if self.shortage:
-            raise NotReady(self.shortage)
+        self._check_left(size)
         # What is decoded in the room that is kept for it takes none from bodies.
         if self.held - min(self._decoded, self._for_decoding) + size > self.total - self._for_decoding:
             raise TooManyRequests(
@@ -120,12 +139,15 @@ class MemoryBudget:
     def give(self, size: int) -> None:
         """Give back ``size`` bytes that were taken."""
         with self._condition:
-            self.held -= size
+            self._counts[self._place] -= size
             self._condition.notify_all()
 
     @contextmanager
     def decoding(self, pixels: int) -> Iterator[None]:
-        """Hold the memory for decoding an image within the block; waits until other images are decoded."""
+        """Hold the memory for decoding an image within the block; waits until other images are decoded.
+
+        Raises :class:`NotReady` for an image that would take more than the process has left.
+        """
         # Never more than is kept free for decoding, or an image could wait for ever.
         size = min(PIXEL_BYTES * pixels, self._for_decoding)
 
@@ -135,6 +157,7 @@ class MemoryBudget:
 
         with self._condition:
             self._condition.wait_for(has_room)
+            self._check_left(PIXEL_BYTES * pixels)
             self._decoded += size
             self._hold(size)
         try:
@@ -153,10 +176,15 @@ class MemoryBudget:
             used = resident_bytes() + elsewhere
         except OSError:  # No file descriptor is free, so the last measure stands.
             return False
+        full, held = int(FULL_FRACTION * self.process_bytes), int(self._counts[:-1].sum())
+        if held <= _IDLE_BYTES:
+            self._idle_bytes = used
+        # What a request is about to hold is not in use yet, so that an idle process is what counts.
+        self._counts[-1] = full - max(self._idle_bytes, used - held)
         self.shortage = (
             f"the process uses {used >> 20} of its {self.process_bytes >> 20} MiB of memory; try again, or raise the "
             "container's limit"
-            if used > FULL_FRACTION * self.process_bytes
+            if used > full
             else ""
         )
         now = time.monotonic()
@@ -166,6 +194,17 @@ class MemoryBudget:
         self._released_at, self._most_held = now, self.held
         return True
 
+    def _check_left(self, size: int) -> None:
+        """Check that ``size`` more bytes would leave the process a tenth of its memory, as last measured."""
+        if self.shortage:
+            raise NotReady(self.shortage)
+        left = int(self._counts[-1] - self._counts[:-1].sum())
+        if size > left:
+            raise NotReady(
+                f"the service may take {max(0, left) >> 20} MiB more of its memory, and this takes {size >> 20} MiB; "
+                "try again, or raise the container's limit"
+            )
+
     def _hold(self, size: int) -> None:
-        self.held += size
+        self._counts[self._place] += size
         self._most_held = max(self._most_held, self.held)

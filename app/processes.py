@@ -253,6 +253,11 @@ class EngineHost(UvicornHost):
         self._board.set_ready(self._number)  # Before any answer says so: an engine that ends after it is replaced.
         super().models_loaded(service)
 
+    def memory(self, settings: Settings) -> MemoryBudget:
+        counts, place = self._board.memory, self._board.fronts
+        asked, most = settings.max_buffered_bytes, process_memory()
+        return MemoryBudget(asked, most, max_pixels=settings.max_pixels, counts=counts, place=place)
+
     def arriving(self) -> int:
         return self._board.arriving
 
@@ -395,6 +400,7 @@ class Processes:
         name = "engine" if is_engine else f"front-{place}"
         child = self._context.Process(target=self._run, args=(work, place), name=name, daemon=False)
         self._children[place], self._started[place] = child, time.monotonic()
+        self._board.memory[place] = 0
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # Until the child has a handler of its own.
         child.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -454,9 +460,13 @@ class Processes:
                 if callable(end):
                     loop.call_later(linger_seconds(self._settings), end, signal.SIGTERM, None)
 
+            def orphaned() -> None:
+                front.is_orphan = True
+                drain()
+
             loop.add_signal_handler(signal.SIGTERM, drain)
             loop.add_signal_handler(signal.SIGINT, lambda: None)  # The parent answers Ctrl-C with SIGTERM.
-            loop.add_reader(self._lifeline, drain)
+            loop.add_reader(self._lifeline, orphaned)
             if server.should_exit:  # The signal came before.
                 front.stop_waiting()
 

@@ -23,7 +23,7 @@ from starlette.requests import Request
 
 from app.errors import DeadlineExceeded, Forbidden, LogUnavailable, Unauthorized
 from app.log import LogWriter
-from app.memory import MemoryBudget
+from app.memory import MemoryBudget, process_memory
 from app.metrics import DescriptorWatch, Metrics, record_gpu
 from app.models import Registry
 from app.settings import Settings
@@ -118,6 +118,10 @@ class Host:
 
     def models_changed(self) -> None:
         """React when every model is ready, or when models that a reload replaced have ended."""
+
+    def memory(self, settings: Settings) -> MemoryBudget:
+        """Return the memory that requests may hold in the service's process."""
+        return MemoryBudget(settings.max_buffered_bytes, process_memory(), max_pixels=settings.max_pixels)
 
     def arriving(self) -> int:
         """Return how many requests are on their way to the service in other processes."""

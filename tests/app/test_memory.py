@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from app import memory
+from app.channel import Board
 from app.errors import NotReady, TooManyRequests
 from app.memory import COPIES, PIXEL_BYTES, MemoryBudget, process_memory
 from tests.app.fakes import png
@@ -157,6 +158,51 @@ def test_a_process_that_is_nearly_full_takes_nothing_more(monkeypatch: pytest.Mo
     held.process_bytes = 1 << 50
     held.should_release()
     held.take(1)
+
+
+def test_an_image_that_would_take_the_last_of_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "resident_bytes", lambda: 800_000)
+    held = MemoryBudget(200_000, 1_000_000, max_pixels=1_000_000)  # half of it for an image of 12,500 pixels or more
+    held.should_release()
+    with pytest.raises(NotReady, match="may take 0 MiB more"), held.decoding(100_001 // PIXEL_BYTES + 1):
+        pass
+    assert held.held == 0
+    with held.decoding(100_000 // PIXEL_BYTES):
+        assert held.held == 100_000
+
+
+def test_what_requests_hold_counts_once_when_the_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    mb, measured = 1_000_000, iter([600, 600, 700, 800, 850])
+    monkeypatch.setattr(memory, "resident_bytes", lambda: next(measured) * mb)
+    held = MemoryBudget(1000 * mb, 4000 * mb, max_pixels=0)
+    held.process_bytes = 1000 * mb
+    held.should_release()
+    held.take(200 * mb)
+    for _ in range(3):  # It arrives.
+        held.should_release()
+        held.take(100 * mb)
+        held.give(100 * mb)
+        with pytest.raises(NotReady):
+            held.take(100 * mb + 1)
+    held.should_release()  # More than it was to be
+    with pytest.raises(NotReady):
+        held.take(50 * mb + 1)
+    held.take(50 * mb)
+
+
+def test_what_one_process_holds_another_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "resident_bytes", lambda: 0)
+    counts = Board(2).memory
+    engine, *fronts = (MemoryBudget(800, 1_000_000, max_pixels=0, counts=counts, place=place) for place in (2, 0, 1))
+    fronts[0].take(700)  # Nobody has measured yet.
+    engine.process_bytes = 1000
+    engine.should_release()
+    fronts[1].take(200)
+    with pytest.raises(NotReady):
+        fronts[1].take(1)
+    fronts[0].give(700)
+    fronts[1].take(600)
+    assert [each.held for each in (engine, *fronts)] == [0, 0, 800]
 
 
 def test_without_a_file_descriptor_the_last_measure_stands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any, Final, cast
 import httpx
 import pytest
 
-from app.channel import CALL, HELLO, Board, Channel, Place
+from app.channel import CALL, HELLO, MODELS, Board, Channel, Place
 from app.front import Front, Taken
 from app.http.predict import QUERY
 from app.processes import EngineHost, FrontCalls
@@ -469,6 +470,42 @@ async def test_a_front_without_a_file_descriptor_still_says_that_it_is_alive(mon
 
     await front({"type": "lifespan"}, receive, send)
     place.close()
+
+
+@pytest.mark.anyio
+async def test_a_front_whose_parent_and_engine_were_killed_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, board, statuses = Place.make(0, 1 << 16), Board(1), list[int]()
+    front = Front(Settings(), board, place, on_start=lambda: None)
+    came: deque[Any] = deque()
+    engine = Channel(place.engine, came.append)
+    asked = iter(["lifespan.startup", "lifespan.shutdown"])
+
+    async def receive() -> dict[str, Any]:
+        kind = next(asked)
+        if kind == "lifespan.shutdown":
+            scope = {"type": "http", "method": "GET", "path": "/model", "headers": [], "query_string": b""}
+            asking = asyncio.create_task(front(scope, nothing, send))
+            await until(lambda: any(message[0] == CALL for message in came), GUARD_SECONDS)
+            board.beat(board.fronts, time.monotonic() - 60)  # A parent would notice.
+            await asyncio.sleep(0.2)
+            assert not statuses
+            front.is_orphan = True
+            await asyncio.wait_for(asking, GUARD_SECONDS)
+        return {"type": kind}
+
+    async def nothing() -> dict[str, Any]:
+        await asyncio.sleep(GUARD_SECONDS)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if "status" in message:
+            statuses.append(message["status"])
+
+    engine.send(MODELS, board.engine, [], [])
+    await front({"type": "lifespan"}, receive, send)
+    engine.close()
+    place.close()
+    assert statuses == [503]
 
 
 @pytest.mark.anyio
