@@ -235,6 +235,21 @@ def test_alerts_name_the_defaults_they_follow() -> None:
     """Numbers copied from settings into rules are the settings' defaults."""
     thresholds = {rule["alert"]: rule["expr"] for rule in rules("alert")}
     assert thresholds["PscLatencyHigh"].endswith(f"> {DEFAULTS.deadline_seconds / 4}")
+    assert f"> 0.8 * {DEFAULTS.deadline_seconds:g} / 3 *" in thresholds["PscQueueNearlyFull"]
+
+
+def test_rules_on_predictions_match_the_routes_of_every_protocol() -> None:
+    matches = {found for rule in rules("record") for found in re.findall(r'route=~"([^"]*)"', rule["expr"])}
+    grpc = "/inference.GRPCInferenceService/ModelInfer"
+    wanted = {"/predict", "/models/{name}/predict", "/v2/models/{name}/infer", grpc}
+    for expression in matches:
+        assert {route for route in (*routes(), grpc) if re.fullmatch(expression, route)} >= wanted
+    assert matches
+
+
+@pytest.mark.parametrize("name", ["hpa", "keda"])
+def test_an_autoscaler_alone_says_how_many_instances_there_are(name: str) -> None:
+    assert "replicas" not in by_kind(rendered(OVERLAYS / name))["Deployment"]["spec"]
 
 
 def test_the_lock_pins_every_requirement() -> None:
