@@ -10,7 +10,7 @@ WORKDIR /src
 COPY pyproject.toml ./
 RUN python3 -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
     extras = project['optional-dependencies']; \
-    print(*project['dependencies'], *extras['onnx'], *extras['fast'], sep='\n')" > direct.txt
+    print(*project['dependencies'], *extras['onnx'], *extras['fast'], *extras['gpu'], sep='\n')" > direct.txt
 
 FROM ${BASE} AS dependencies
 ARG TORCH_INDEX=""

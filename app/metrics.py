@@ -40,7 +40,7 @@ logger = logging.getLogger("psc.server")
 drift_logger = logging.getLogger("psc.drift")
 
 _SECONDS: Final = (
-    1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+    1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
 )  # fmt: skip
 _FRACTIONS: Final = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _NATS: Final = (0.001, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6931, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0)
@@ -135,7 +135,9 @@ class Metrics:
         f"Labels that `/feedback` wrote: {', '.join(f'`{kind}`' for kind in LABEL_KINDS)}.", "kind"
     )
     psc_gpu_memory_bytes = _gauge("GPU memory: `used`, `total`, `allocated`.", "device kind")
-    psc_gpu_utilisation_ratio = _gauge("Fraction of time that the GPU was busy, 0 to 1.", "device")
+    psc_gpu_utilisation_ratio = _gauge(
+        "Fraction of time that the GPU was busy, 0 to 1; needs the extra `gpu`.", "device"
+    )
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -162,6 +164,7 @@ class LiveProcesses(Collector):
 
     def collect(self) -> Iterator[metrics_core.Metric]:
         """Yield each metric once, with a sample for each process."""
+        forget_dead_processes()
         found: dict[str, metrics_core.Metric] = {}
         for pid in sorted(_pids(self._folder)):
             for family in ProcessCollector(pid=partial(str, pid), registry=None).collect():
@@ -175,8 +178,8 @@ class LiveProcesses(Collector):
 def shared_registry() -> CollectorRegistry:
     """Return a registry with the metrics of all processes that share them."""
     registry = CollectorRegistry()
+    registry.register(LiveProcesses(Path(os.environ[PROCESS_FILES])))  # First, because it forgets the dead.
     MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-    registry.register(LiveProcesses(Path(os.environ[PROCESS_FILES])))
     return registry
 
 
@@ -186,13 +189,13 @@ def _pids(folder: Path) -> set[int]:
 
 
 def forget_dead_processes() -> None:
-    """Drop the gauges that dead processes have left; called when a process starts."""
+    """Drop the gauges that dead processes have left; called when a process starts, and before they are shown."""
     if PROCESS_FILES not in os.environ:
         return
     for pid in _pids(Path(os.environ[PROCESS_FILES])):
         try:
             os.kill(pid, 0)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):  # The latter: its number belongs to another user's process now.
             with contextlib.suppress(FileNotFoundError):  # Another new process has removed them already.
                 mark_process_dead(pid)  # type: ignore[no-untyped-call]
 

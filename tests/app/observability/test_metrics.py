@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +22,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 
-from app.metrics import MAX_LABELS, OTHER, Metrics, ModelRecorder, RepeatFilter, record_gpu
+from app.metrics import (
+    MAX_LABELS,
+    OTHER,
+    PROCESS_FILES,
+    Metrics,
+    ModelRecorder,
+    RepeatFilter,
+    record_gpu,
+    shared_registry,
+)
 from psc_core.answers import CLASSIFICATION_SCORES, ClassificationPolicy
 from psc_core.tasks.base import FloatArray, Outputs
 from tests.app.fakes import FakeModel, FakeValueModel
@@ -72,6 +86,26 @@ IMAGES = st.lists(
     min_size=1,
     max_size=8,
 )  # fmt: skip
+
+
+def test_gauges_of_processes_that_have_ended_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROCESS_FILES, str(tmp_path))
+    code = """
+import os
+from app.metrics import Metrics
+Metrics().psc_drift_active.labels(model="m").set(1)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    # Of a process that has ended, and one whose number belongs to another user's process now.
+    for ended in [*tmp_path.glob("gauge_live*_*.db")]:
+        shutil.copy(ended, tmp_path / f"{ended.name.rpartition('_')[0]}_1.db")
+    monkeypatch.setattr(os, "kill", refuse)
+    assert list(tmp_path.glob("gauge_live*_1.db"))
+    assert b"psc_drift_active{" not in generate_latest(shared_registry())
+
+
+def refuse(pid: int, _signal: int) -> None:
+    raise PermissionError if pid == 1 else ProcessLookupError
 
 
 @settings(deadline=None)
