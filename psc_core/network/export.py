@@ -16,8 +16,10 @@ import io
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,10 +63,16 @@ def export_apart(spec: bytes, weights: bytes, layers: str) -> bytes:
             command = [sys.executable, "-m", __name__, name]
             # The process must find the same modules, a factory's among them.
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            living, lifeline = os.pipe()  # Its input ends with this process.
             try:
-                result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+                result = subprocess.run(
+                    command, env=environment, stdin=living, capture_output=True, text=True, check=False
+                )
             except OSError as error:
                 raise NetworkError(f"no process could be run to export the network to ONNX: {error}") from error
+            finally:
+                os.close(living)
+                os.close(lifeline)
             if result.returncode:
                 reason = (result.stderr.strip() or f"exit code {result.returncode}").splitlines()[-1]
                 raise NetworkError(f"the network after {layers} has no ONNX model: {reason}")
@@ -163,5 +171,13 @@ class _SideBySide(nn.Module):
         return tuple(features) if logits is None else (*features, logits)
 
 
+def _end_with_parent(folder: Path) -> None:
+    """Remove the folder and end this process once nobody waits for it."""
+    os.read(0, 1)  # not sys.stdin, whose lock the interpreter wants when it ends
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, args=(Path(sys.argv[1]),), daemon=True).start()
     export(Path(sys.argv[1]))
