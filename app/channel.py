@@ -172,9 +172,9 @@ class Arena:
 class Board:
     """What the processes tell each other without a message: which engine serves, and that each of them is alive."""
 
-    def __init__(self, fronts: int) -> None:
+    def __init__(self, fronts: int, models: int = 1) -> None:
         self.fronts = fronts
-        memory = mmap.mmap(-1, 8 * (5 * fronts + 5) + _MAX_REASON)
+        memory = mmap.mmap(-1, 8 * (5 * fronts + 5) + models + _MAX_REASON)
         # NumPy writes a number at once; struct would write zeros first, which another process may read.
         self._engines = np.frombuffer(memory, np.int64, 2)
         self._beats = np.frombuffer(memory, np.float64, fronts + 1, self._engines.nbytes)
@@ -182,6 +182,7 @@ class Board:
         self._arriving, self._decoding, self._grown = counts[: 3 * fronts].reshape(3, fronts)
         self.memory = counts[3 * fronts :]  # what requests hold in each process, and what they may; see MemoryBudget
         self.memory[-1] = np.iinfo(np.int64).max  # until the engine has measured it
+        self.unloaded = np.frombuffer(memory, np.int8, models, 8 * (5 * fronts + 5))  # the models out of service
         self._reason = memoryview(memory)[-_MAX_REASON:]
         self.engine = 1
 

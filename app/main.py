@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
@@ -34,7 +36,7 @@ from app.service import ApiKeys, Host, Service
 from app.settings import Settings
 from psc_core import __version__
 from psc_core.allocator import keep_freed_memory, release_freed_memory
-from psc_core.errors import needs
+from psc_core.errors import UsageError, needs
 from psc_core.images.decode import mute_codecs
 from psc_core.log.store import open_to_write
 from psc_core.model import FittedModel
@@ -135,6 +137,8 @@ def create_app(
                     yield
             finally:  # Also if a second Ctrl-C has cancelled this: rows of the log are written, and threads end.
                 await service.close()
+                if settings.otel:
+                    await asyncio.to_thread(tracing.flush)
 
     if settings.otel:
         tracing.configure_export()
@@ -165,6 +169,8 @@ def create_app(
 
 def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, host: Host) -> Service:
     """Make the parts of a service, none of which is started; takes the arguments of :func:`create_app`."""
+    if settings.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        raise UsageError("compile needs a C++ compiler, and none was found; install g++, or leave compile out")
     keys, metrics = ApiKeys.of(settings), Metrics()
     memory = host.memory(settings)
     log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, metrics)
@@ -172,7 +178,8 @@ def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, h
     # With several models, nobody knows whose images are being decoded elsewhere.
     starter = ModelStarter(settings, metrics, memory, log, host.decoding if len(names) == 1 else lambda: 0)
     load = partial(load_bundle, settings) if models is None else models.__getitem__
-    registry = Registry(names, load, starter, metrics, retire_within_s=settings.deadline_seconds)
+    seconds, unloaded = settings.deadline_seconds, host.unloaded(len(names))
+    registry = Registry(names, load, starter, metrics, retire_within_s=seconds, unloaded=unloaded)
     return Service(settings, keys, metrics, memory, log, registry, host)
 
 

@@ -16,8 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
@@ -267,7 +268,7 @@ class ModelStarter:
             changes = settings.thresholds(type(model.policy))
             policy = model.calibration.changed(model.policy, changes)
             model.calibration.check(policy)
-            chosen = await asyncio.to_thread(self._choose, model, may_measure)
+            chosen = await _aside(lambda: self._choose(model, may_measure))
         except (UsageError, NetworkError) as error:
             raise BundleError(f"model {name!r}: {error}") from error
         drift = DriftMonitor(
@@ -331,9 +332,12 @@ class ModelStarter:
         return engine
 
 
-async def _aside(work: Callable[[], Chosen]) -> Chosen:
+Made = TypeVar("Made")
+
+
+async def _aside(work: Callable[[], Made]) -> Made:
     """Run ``work`` on a daemon thread: the end of the process does not wait for it, as it does for the loop's own."""
-    done: Future[Chosen] = Future()
+    done: Future[Made] = Future()
     done.set_running_or_notify_cancel()
 
     def run() -> None:
@@ -342,7 +346,7 @@ async def _aside(work: Callable[[], Chosen]) -> Chosen:
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, name="psc-measure", daemon=True).start()
+    threading.Thread(target=run, name="psc-prepare", daemon=True).start()
     return await asyncio.wrap_future(done)
 
 
@@ -357,6 +361,7 @@ class Registry:
         metrics: Metrics,
         *,
         retire_within_s: float,
+        unloaded: npt.NDArray[np.int8] | None = None,
     ) -> None:
         # Set when every model is ready, and when all replaced models have ended; who reacts to it clears it.
         self.changed = asyncio.Event()
@@ -368,13 +373,19 @@ class Registry:
         self._served: dict[str, ServedModel] = {}
         self._reloading = asyncio.Lock()
         self._reload_waits = False
-        self.unloaded: set[str] = set()  # the names of the models that were taken out of service
+        # Which of the names were taken out of service; the flags may outlive this process.
+        self._unloaded = np.zeros(len(names), np.int8) if unloaded is None else unloaded
         self._retiring: dict[asyncio.Task[None], ServedModel] = {}
 
     @property
     def served(self) -> tuple[ServedModel, ...]:
         """The models in service."""
         return tuple(self._served.values())
+
+    @property
+    def unloaded(self) -> set[str]:
+        """The names of the models that were taken out of service."""
+        return {name for name, is_unloaded in zip(self.names, self._unloaded, strict=True) if is_unloaded}
 
     def get(self, name: str | None = None) -> ServedModel:
         """Return the model of this name, or the default model."""
@@ -399,13 +410,14 @@ class Registry:
 
     async def start(self) -> None:
         """Load and warm up every model, each on a backend that is ready at once."""
-        for name in self.names:
-            began = time.perf_counter()
-            served = await self._start(name, may_measure=False)
-            self._swap(served)
-            model, seconds = served.model, round(time.perf_counter() - began, 3)
-            extra = {"model": name, "version": model.version, "device": str(model.device), "seconds": seconds}
-            logger.info("model ready", extra=extra)
+        async with self._reloading:  # So that a reload on SIGHUP comes afterwards, for what was read before it.
+            for name in [each for each in self.names if each not in self.unloaded]:
+                began = time.perf_counter()
+                served = await self._start(name, may_measure=False)
+                self._swap(served)
+                model, seconds = served.model, round(time.perf_counter() - began, 3)
+                extra = {"model": name, "version": model.version, "device": str(model.device), "seconds": seconds}
+                logger.info("model ready", extra=extra)
         self.changed.set()
 
     async def settle(self) -> None:
@@ -438,15 +450,14 @@ class Registry:
             raise ReloadRunning("another reload is running; try again when it is done")
         fresh: list[ServedModel] = []
         async with self._reloading:
-            try:
-                for each in names:
+            for each in names:
+                try:
                     fresh.append(await self._start(each, may_measure=True))
-            except BaseException:
-                for served in fresh:
-                    await served.engine.close(within_s=0)
-                for each in names:
+                except BaseException:
                     self._metrics.psc_reloads_total.labels(model=each, result="failed").inc()
-                raise
+                    for served in fresh:
+                        await served.engine.close(within_s=0)
+                    raise
         changes = []
         for served in fresh:
             old = self._served.get(served.name)
@@ -462,7 +473,7 @@ class Registry:
         if self._reloading.locked():
             raise ReloadRunning("a reload is running; try again when it is done")
         del self._served[name]
-        self.unloaded.add(name)
+        self._unloaded[self.names.index(name)] = 1
         self._metrics.psc_queue_depth.labels(model=name).set(0)
         old.recorder.hide()
         self._begin_to_retire(old)
@@ -507,12 +518,13 @@ class Registry:
         self.refresh_metrics()
 
     async def _start(self, name: str, *, may_measure: bool) -> ServedModel:
-        return await self._starter.start(name, await asyncio.to_thread(self._load, name), may_measure=may_measure)
+        model = await _aside(lambda: self._load(name))
+        return await self._starter.start(name, model, may_measure=may_measure)
 
     def _swap(self, served: ServedModel) -> None:
         old = self._served.get(served.name)
         self._served[served.name] = served
-        self.unloaded.discard(served.name)
+        self._unloaded[self.names.index(served.name)] = 0
         if old is not None:
             old.recorder.hide()
             self._begin_to_retire(old)

@@ -30,6 +30,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import uvloop
 from fastapi import FastAPI, Response
 from starlette.types import Message, Scope
@@ -258,6 +260,9 @@ class EngineHost(UvicornHost):
         asked, most = settings.max_buffered_bytes, process_memory()
         return MemoryBudget(asked, most, max_pixels=settings.max_pixels, counts=counts, place=place)
 
+    def unloaded(self, models: int) -> npt.NDArray[np.int8]:
+        return self._board.unloaded
+
     def arriving(self) -> int:
         return self._board.arriving
 
@@ -367,7 +372,7 @@ class Processes:
         fronts = settings.fronts
         # As much as requests may hold in one process, so that the largest one finds room; untouched, it takes none.
         size = MemoryBudget(settings.max_buffered_bytes, process_memory(), max_pixels=settings.max_pixels).total
-        self._board = Board(fronts)
+        self._board = Board(fronts, len(settings.named_bundles))
         self._places = [Place.make(index, size) for index in range(fronts)]
         self._lifeline, self._alive = os.pipe()
         self._woken, self._waker = socket.socketpair()

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeVar, cast, get_args
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import SecretStr
 from starlette.requests import Request
 
@@ -122,6 +124,10 @@ class Host:
     def memory(self, settings: Settings) -> MemoryBudget:
         """Return the memory that requests may hold in the service's process."""
         return MemoryBudget(settings.max_buffered_bytes, process_memory(), max_pixels=settings.max_pixels)
+
+    def unloaded(self, models: int) -> npt.NDArray[np.int8]:
+        """Return a flag for each model, which says whether it was taken out of service."""
+        return np.zeros(models, np.int8)
 
     def arriving(self) -> int:
         """Return how many requests are on their way to the service in other processes."""

@@ -149,7 +149,7 @@ class Settings(BaseSettings):
     """Backend of the network on a CPU: `folded` (batch normalisation folded into convolutions), `plain`, `onnx` (ONNX
     Runtime, extra `psc[onnx]`); `auto` starts on the first, measures all and goes on with the fastest."""
     compile: bool = False
-    """Run the network through `torch.compile`."""
+    """Run the network through `torch.compile`, which needs a C++ compiler."""
     allow_factories: Texts = ()
     """Network factories `package.module:factory` that a bundle may import, separated by commas; the working directory
     is searched for packages that are not installed."""

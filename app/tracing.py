@@ -81,6 +81,15 @@ def configure_export() -> None:
     trace.set_tracer_provider(provider)
 
 
+_FLUSH_MS: Final = 5000  # how long the end of a process waits for the collector
+
+
+def flush() -> None:
+    """Export the spans that wait; a process that ends may run no handler of its exit."""
+    if (force_flush := getattr(trace.get_tracer_provider(), "force_flush", None)) is not None:
+        force_flush(_FLUSH_MS)
+
+
 def _sampled(span: trace.SpanContext) -> bool:
     return bool(span.trace_flags.sampled)
 

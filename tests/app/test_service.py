@@ -27,6 +27,12 @@ def test_a_service_that_was_not_started_has_written_nothing(tmp_path: Path) -> N
     assert service.log is not None and not list(tmp_path.rglob("*.parquet"))
 
 
+def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.main.shutil.which", lambda _name: None)
+    with pytest.raises(UsageError, match="compiler"):
+        make_service(load_settings({"compile": True}), {}, Host())
+
+
 async def test_host_is_told_when_models_are_ready_and_when_replaced_ones_have_ended() -> None:
     class Told(Host):
         times = 0

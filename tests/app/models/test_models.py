@@ -21,12 +21,16 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from app import models
+from app.channel import Board
 from app.errors import UnattainableAlpha
 from app.inference.engine import Phase
 from app.inference.steps import Chosen
+from app.main import create_app
 from app.models import ALIVE, check_affordable, cost_of_an_image
+from app.processes import EngineHost
 from app.server import UvicornHost
 from app.service import Host
+from app.settings import load_settings
 from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.errors import BundleError, NetworkError
 from psc_core.model import PSC
@@ -105,7 +109,7 @@ async def test_the_end_of_the_process_does_not_wait_for_a_measurement(monkeypatc
     try:
         async with running():
             await until(began.is_set)
-        (measuring,) = (each for each in threading.enumerate() if each.name == "psc-measure")
+        (measuring,) = (each for each in threading.enumerate() if each.name == "psc-prepare")
         assert measuring.daemon and measuring.is_alive()  # :func:`app.main.end_threads` ends the process without it.
     finally:
         go_on.set()
@@ -163,6 +167,8 @@ async def test_all_bundles_or_none_are_swapped() -> None:
         assert (await reload(app)).status_code == 422
         assert [served.model.version for served in app.service.registry.served] == ["a1", "b1"]
         await until(lambda: not devices(), 5)
+        assert await app.metric('psc_reloads_total{model="a",result="failed"}') == 0
+        assert await app.metric('psc_reloads_total{model="b",result="failed"}') == 1
         serve_next(app, FakeModel("b2"))
         response = await reload(app, "?model=b")
         assert [each["name"] for each in response.json()["reloaded"]] == ["b"]
@@ -280,6 +286,51 @@ async def test_reloads_asked_for_meanwhile_are_made_once_afterwards() -> None:
         assert app.service.registry.get("m").model.version == "v3"
         assert await app.metric('psc_reloads_total{model="m",result="ok"}') == 2
         assert await app.metric('psc_reloads_total{model="m",result="failed"}') == 0
+
+
+@pytest.mark.usefixtures("device_thread")
+async def test_a_reload_asked_for_while_models_start_is_made_afterwards() -> None:
+    slow = FakeModel("v1")
+    slow.pipeline.check.clear()
+    async with running({"m": slow}, ready=False) as app:
+        await until(lambda: slow.pipeline.sizes)
+        serve_next(app, FakeModel("v2"))
+        hung_up = asyncio.create_task(app.service.reload_quietly())
+        await asyncio.sleep(0)
+        slow.pipeline.check.set()
+        await hung_up
+        assert app.service.registry.get("m").model.version == "v2"
+
+
+async def test_the_end_does_not_wait_for_a_bundle_that_is_read() -> None:
+    go_on = threading.Event()
+
+    class Slow(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            go_on.wait()
+            return super().__getitem__(name)
+
+    app = create_app(load_settings({}), Slow(m=FakeModel()))
+    try:
+        async with asyncio.timeout(20), app.router.lifespan_context(app):
+            await until(lambda: any(each.name == "psc-prepare" for each in threading.enumerate()))
+    finally:
+        go_on.set()
+
+
+async def test_a_model_that_was_unloaded_stays_so_in_the_engine_that_takes_over() -> None:
+    board = Board(1, 2)
+
+    class Engine(Host):
+        def unloaded(self, models: int) -> Any:
+            return EngineHost("", 0.0, -1, board).unloaded(models)
+
+    for before in (["a", "b"], ["a"]):
+        async with running({"a": FakeModel(), "b": FakeModel()}, host=Engine()) as app:
+            assert [each.name for each in app.service.registry.served] == before
+            if "b" in before:
+                app.service.registry.unload("b")
+    assert board.unloaded.tolist() == [0, 1]
 
 
 async def test_new_model_begins_without_the_drift_of_the_old() -> None:

@@ -55,12 +55,12 @@ def test_two_headers_are_as_good_as_none() -> None:
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Any:
     trace_sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="needs the extra psc[otel]")
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     kept = InMemorySpanExporter()
     provider = trace_sdk.TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(kept))
+    provider.add_span_processor(BatchSpanProcessor(kept, schedule_delay_millis=3_600_000))
     monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", lambda: provider)
     monkeypatch.setattr("app.tracing.configure_export", lambda: None)
     return kept
