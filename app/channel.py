@@ -180,7 +180,8 @@ class Board:
         self._beats = np.frombuffer(memory, np.float64, fronts + 1, self._engines.nbytes)
         counts = np.frombuffer(memory, np.int64, 4 * fronts + 2, self._engines.nbytes + self._beats.nbytes)
         self._arriving, self._decoding, self._grown = counts[: 3 * fronts].reshape(3, fronts)
-        self.memory = counts[3 * fronts :]  # what requests hold in each process, and what they may; see MemoryBudget
+        # What requests hold in each process, and last what they may; see :class:`.MemoryBudget`.
+        self.memory = counts[3 * fronts :].data
         self.memory[-1] = np.iinfo(np.int64).max  # until the engine has measured it
         self.unloaded = np.frombuffer(memory, np.int8, models, 8 * (5 * fronts + 5))  # the models out of service
         self._reason = memoryview(memory)[-_MAX_REASON:]

@@ -14,13 +14,11 @@ import os
 import re
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
-
-import numpy as np
-import numpy.typing as npt
 
 from app.errors import NotReady, TooManyRequests
 
@@ -95,14 +93,14 @@ class MemoryBudget:
         process_bytes: int,
         *,
         max_pixels: int,
-        counts: npt.NDArray[np.int64] | None = None,
+        counts: memoryview | None = None,
         place: int = 0,
     ) -> None:
         self.process_bytes = process_bytes  # the memory that this process may have, bytes; see :func:`process_memory`
         self.total = min(asked, int(BUDGET_FRACTION * process_bytes))
         self.shortage = ""  # the reason why no more requests are accepted; empty while there is memory
         self._for_decoding = min(PIXEL_BYTES * max_pixels, self.total // 2)
-        self._counts = np.array([0, process_bytes]) if counts is None else counts
+        self._counts = memoryview(array("q", [0, process_bytes])) if counts is None else counts
         self._place = place  # of this process among the counts
         self._most_held = self._idle_bytes = 0
         self._decoded = 0  # the part of it for images that are being decoded
@@ -112,7 +110,7 @@ class MemoryBudget:
     @property
     def held(self) -> int:
         """What requests hold in this process now, bytes."""
-        return int(self._counts[self._place])
+        return self._counts[self._place]
 
     @property
     def largest_body(self) -> int:
@@ -176,7 +174,7 @@ class MemoryBudget:
             used = resident_bytes() + elsewhere
         except OSError:  # No file descriptor is free, so the last measure stands.
             return False
-        full, held = int(FULL_FRACTION * self.process_bytes), int(self._counts[:-1].sum())
+        full, held = int(FULL_FRACTION * self.process_bytes), sum(self._counts[:-1])
         if held <= _IDLE_BYTES:
             self._idle_bytes = used
         # What a request is about to hold is not in use yet, so that an idle process is what counts.
@@ -198,7 +196,7 @@ class MemoryBudget:
         """Check that ``size`` more bytes would leave the process a tenth of its memory, as last measured."""
         if self.shortage:
             raise NotReady(self.shortage)
-        left = int(self._counts[-1] - self._counts[:-1].sum())
+        left = self._counts[-1] - sum(self._counts[:-1])
         if size > left:
             raise NotReady(
                 f"the service may take {max(0, left) >> 20} MiB more of its memory, and this takes {size >> 20} MiB; "
