@@ -209,10 +209,11 @@ class ClasswiseDensity(Density):
         centres, constants = torch.empty_like(pooled.means), pooled.constants.clone()
         record: Record = {}
         tied_weight = None
+        average = sum(n_images for _, n_images in pooled.classes) / num_classes
         if held_out is not None:
             unseen, labels = held_out
             tied_weight = record["tied_weight"] = choose_tied_weight(
-                (_moments(w.take(rows), n_images), unseen[labels == k])
+                (_moments(w.take(rows), n_images), unseen[labels == k], n_images / average)
                 for k, (rows, n_images) in enumerate(pooled.classes)
             )
         shrinkages = []
@@ -222,7 +223,8 @@ class ClasswiseDensity(Density):
             if tied_weight is None:
                 covariance, shrinkage = linalg.covariance(covariance * (n_images - 1), n_images - 1)
             else:
-                covariance, shrinkage = blend(covariance, tied_weight), tied_weight
+                shrinkage = float(weights_of_class(n_images / average, [tied_weight]))
+                covariance = blend(covariance, shrinkage)
             inverse = linalg.inverse_root(covariance)
             whiteners[k] = inverse.root
             constants[k] -= 0.5 * inverse.log_det
@@ -395,6 +397,15 @@ def fit_pca(
 TIED_WEIGHTS: Final = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 0.95, 1.0)  # values of t
 
 
+def weights_of_class(size: float, tied: Sequence[float] = TIED_WEIGHTS) -> Float[Tensor, " weights"]:
+    """Return ``t / (t + (1 − t) n_k / n̄)`` for each t, float64: of a class with so many times the average images.
+
+    The pooled covariance counts as many images in every class: more than a small class has of its own.
+    """
+    weights = torch.tensor(tied, dtype=torch.float64)
+    return weights / (weights + (1 - weights) * size)
+
+
 class ClassMoments(NamedTuple):
     """Mean and covariance of one class, float64."""
 
@@ -408,18 +419,23 @@ def blend(class_covariance: Float[Tensor, "P P"], tied_weight: float) -> Float[T
     return (1 - tied_weight) * class_covariance + tied_weight * tied
 
 
-def log_likelihoods(of_class: ClassMoments, images: Float[Tensor, "m P"]) -> Float[Tensor, " weights"]:
+def log_likelihoods(
+    of_class: ClassMoments, images: Float[Tensor, "m P"], size: float = 1.0
+) -> Float[Tensor, " weights"]:
     """Return ``Σ_i log N(w_i; m_k, Σ_k)`` over held-out images of the class for every t, up to a constant, nats."""
     values, vectors = linalg.eigh(of_class.covariance)
     squares = ((images.double() - of_class.mean) @ vectors).square().sum(0)
-    weights = torch.tensor(TIED_WEIGHTS, dtype=torch.float64, device=values.device)[:, None]
+    weights = weights_of_class(size).to(values.device)[:, None]
     variances = ((1 - weights) * values + weights).clamp(min=linalg.EIGENVALUE_FLOOR)
     return -0.5 * (squares / variances + len(images) * variances.log()).sum(1)
 
 
-def choose_tied_weight(classes: Iterable[tuple[ClassMoments, Float[Tensor, "_ P"]]]) -> float:
-    """Return the t under which the held-out images of all classes are most likely, on a tie the largest."""
-    total = sum(log_likelihoods(moments, images).cpu() for moments, images in classes)
+def choose_tied_weight(classes: Iterable[tuple[ClassMoments, Float[Tensor, "_ P"], float]]) -> float:
+    """Return the t under which the held-out images of all classes are most likely, on a tie the largest.
+
+    Each class has its moments, its held-out images and n_k / n̄.
+    """
+    total = sum(log_likelihoods(*each).cpu() for each in classes)
     return max(zip(total.tolist(), TIED_WEIGHTS, strict=True))[1]  # type: ignore[union-attr]
 
 

@@ -173,7 +173,7 @@ def test_classes_alike_are_tied_and_others_are_not() -> None:
 
     def chosen(count: int, root: Tensor) -> float:
         seen, unseen = (torch.randn(n, 3, generator=random).double() @ root for n in (count, 4000))
-        return choose_tied_weight([(moments(seen), unseen), (moments(seen), unseen)])
+        return choose_tied_weight([(moments(seen), unseen, 1.0)] * 2)
 
     assert chosen(6, torch.eye(3).double()) >= 0.8
     assert chosen(4000, root) == 0.0
@@ -182,8 +182,25 @@ def test_classes_alike_are_tied_and_others_are_not() -> None:
 
 def test_nothing_held_out_of_a_class_leaves_the_choice_to_the_others() -> None:
     own = moments(torch.randn(50, 3, generator=torch.Generator().manual_seed(0)).double())
-    some = (own, torch.zeros(4, 3).double())
-    assert choose_tied_weight([some]) == choose_tied_weight([some, (own, torch.zeros(0, 3).double())])
+    some = (own, torch.zeros(4, 3).double(), 1.0)
+    assert choose_tied_weight([some]) == choose_tied_weight([some, (own, torch.zeros(0, 3).double(), 1.0)])
+
+
+def test_a_small_class_takes_more_of_what_the_others_share() -> None:
+    """Under one t for all, two thirds of its ordinary images would be unusual."""
+    random, dim, many = torch.Generator().manual_seed(2), 48, 1500
+    turns = [torch.linalg.qr(torch.randn(dim, dim, generator=random))[0] for _ in range(4)]
+    means, deviations = 2.5 * torch.randn(4, dim, generator=random), torch.logspace(0.25, -0.25, dim)
+
+    def draw(*counts: int) -> Examples:
+        labels = torch.arange(4).repeat_interleave(torch.tensor(counts))
+        noise = deviations * torch.randn(len(labels), dim, generator=random)
+        rows = [row @ turns[k].T + means[k] for row, k in zip(noise, labels.tolist(), strict=True)]
+        return Examples(torch.stack(rows) + 30, labels, 4)
+
+    seen, held_out, known = draw(many, many, many, 40), draw(300, 300, 300, 10), draw(300, 300, 300, 300)
+    values = fit_density(seen, kind="gda++", held_out=held_out)(known.features).log_density
+    assert (values[900:] < values[:900].quantile(0.05)).double().mean() < 0.4
 
 
 def test_few_images_a_class_share_a_covariance() -> None:
