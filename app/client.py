@@ -255,8 +255,8 @@ class _Requests:
             scheme = ""
         if scheme not in ("http", "https"):
             raise InputError(f"expected a URL such as {DEFAULT_URL}, got {url!r}; give http:// or https://")
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise InputError("expected an API key of printable ASCII, got one that no header can carry; check it")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
+            raise InputError("expected an API key of printable ASCII with no space around it; check the key")
         self._retry = retry
         self._options: dict[str, Any] = {
             "base_url": url.rstrip("/") + "/",

@@ -76,6 +76,13 @@ def test_cli_prints_json_lines(files: list[str], capsys: pytest.CaptureFixture[s
     assert (documents[0]["model"], documents[0]["prediction_set"], documents[0]["is_ood"]) == (MODEL, ["7"], False)
 
 
+def test_a_key_that_no_header_carries_is_not_printed(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with live_server() as url:
+        assert cli.main([files[0], "--url", url], environment={"PSC_CLIENT_API_KEY": "secret "}) == 2
+    output = capsys.readouterr()
+    assert "API key" in output.err and "secret" not in output.out + output.err
+
+
 @pytest.mark.parametrize(
     ("reply", "code"), [(problem(422), 2), (problem(401), 2), (httpx.ReadTimeout("slow"), 2), (problem(500), 1)]
 )
