@@ -818,6 +818,21 @@ def test_the_interface_follows_the_scheme_and_fits(driver: Driver, url: str, scr
         assert violations(driver) == []
 
 
+def test_the_interface_can_be_tried_with_a_key(driver: Driver) -> None:
+    with live_server(api_keys=("the-key",)) as url:
+        driver.get(f"{url}/docs")
+        until(lambda: find(driver, ".authorize"))
+        find(driver, ".authorize")[0].click()
+        find(driver, ".auth-container input")[0].send_keys("the-key")
+        find(driver, ".auth-container .authorize")[0].click()
+        find(driver, ".close-modal")[0].click()
+        find(driver, "#operations-model-default_model_model_get .opblock-summary-control")[0].click()
+        until(lambda: find(driver, ".try-out__btn"))
+        find(driver, ".try-out__btn")[0].click()
+        find(driver, ".execute")[0].click()
+        until(lambda: text(driver, ".live-responses-table .response .response-col_status").startswith("200"))
+
+
 def test_everything_is_local_and_nothing_inline_runs(page: Driver, url: str) -> None:
     loaded = page.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert {f"{url}/page/page.css", f"{url}/page/page.js", f"{url}/page/api.js", f"{url}/model"} <= set(loaded)

@@ -259,6 +259,21 @@ async def test_openapi_declares_the_three_bodies_and_every_problem(tmp_path: Pat
     assert len(with_body) >= 5 and all("429" in operation["responses"] for operation in with_body)
 
 
+@pytest.mark.parametrize("keys", [{}, {"api_keys": "one"}])
+async def test_openapi_names_the_operations_that_need_a_key(tmp_path: Path, keys: dict[str, str]) -> None:
+    async with running(admin_keys="root", log=str(tmp_path), **keys) as app:
+        document = (await app.client.get("/openapi.json")).json()
+        needed = set()
+        for path, operations in document["paths"].items():
+            url = path.replace("{name}", "m").replace("{version}", "v1").replace("{file}", "x.png")
+            for method, operation in operations.items():
+                needs = (await app.client.request(method, url)).status_code == 401
+                assert needs == ("security" in operation), (method, path)
+                needed |= {path} if needs else set()
+    assert ("/predict" in needed) == bool(keys) and {"/admin/reload", "/feedback"} <= needed
+    assert {*document["components"]["securitySchemes"]} == {"X-API-Key", "Bearer"}
+
+
 HEAD = [
     *("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/v2/models/m/ready"),
     *("/v2/models/m/versions/v1/ready", "/metrics", "/model", "/models/m", "/", "/docs", "/openapi.json"),
