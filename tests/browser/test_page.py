@@ -371,6 +371,30 @@ def test_a_drawing_is_asked_like_a_file(page: Driver) -> None:
     assert (drawn(page, "drawing 3.png")[3:5, 3:5] > 0).all() and errors(page) == []
 
 
+def test_a_line_is_drawn_without_a_secure_context(driver: Driver, url: str) -> None:
+    """Browsers coalesce events only over HTTPS and on this machine."""
+    with before_the_page(driver, "delete PointerEvent.prototype.getCoalescedEvents"):
+        driver.get(url)
+        until(lambda: "3 classes" in content(driver, "#model"))
+        draw(driver, (0.1, 0.5), (0.9, 0.5))
+        find(driver, "#ask")[0].click()
+        until(lambda: text(driver, "#status") == "1 of 1 image classified.")
+        assert (drawn(driver, "drawing 1.png")[4, 2:6] < 200).all() and errors(driver) == []
+
+
+def test_a_bound_is_not_rounded_down(driver: Driver, files: dict[str, Path]) -> None:
+    policy = ClassificationPolicy(alpha=0.033, ambiguity_threshold=0.5, coverage=0.9, risk=0.022)
+    with live_server({"m": FakeModel("v1", FakePipeline(), policy)}) as url:
+        driver.get(url)
+        classify(driver, files["clear"])
+        assert text(driver, "#handed").startswith("At most 3 in 100 accepted answers are wrong.")
+        assert "50 unclear, up to 4 unusual" in text(driver, "#handed")
+        found = driver.execute_async_script(
+            "import('./page/format.js').then(({atMost}) => arguments[0]([0.07, 0.002, 1].map(atMost)))"
+        )
+        assert found == [[7, 100], [2, 1000], [100, 100]]
+
+
 def test_sliders_decide_as_the_service_does(page: Driver, files: dict[str, Path], url: str) -> None:
     names = ("clear", "between", "strange")
     classify(page, *(files[name] for name in names))

@@ -73,7 +73,8 @@ export function startDrawing(ask) {
   });
   canvas.addEventListener("pointermove", (event) => {
     if (!canvas.hasPointerCapture(event.pointerId)) return;
-    strokes.at(-1)?.push(...event.getCoalescedEvents().map(place), place(event));
+    const between = event.getCoalescedEvents?.() ?? []; // Over plain HTTP from another machine, browsers do not offer them.
+    strokes.at(-1)?.push(...between.map(place), place(event));
     show();
   });
   const acts = {

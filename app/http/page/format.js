@@ -13,10 +13,13 @@ export function number(value) {
 }
 
 // Return a fraction as so many out of so many: 5 of 100, 2 of 1000.
-export function outOf(fraction) {
+export function outOf(fraction, whole = Math.round) {
   const all = 10 ** Math.max(2, Math.ceil(-Math.log10(fraction) - 1e-9));
-  return [Math.round(all * fraction), all];
+  return [whole(all * fraction), all];
 }
+
+// The same for a bound, which is never rounded down.
+export const atMost = (fraction) => outOf(fraction, (count) => Math.ceil(count - 1e-9));
 
 // Return a name as nodes between which a line may break: behind its words, and before a file's extension.
 export const breakable = (name) => name.split(/(?<=[-_ ])|(?=\.\w+$)/).flatMap((part) => [document.createElement("wbr"), part]);

@@ -2,7 +2,7 @@
 
 import { getChecked, getLive } from "./api.js";
 import { DECISIONS } from "./decide.js";
-import { percent } from "./format.js";
+import { atMost, percent } from "./format.js";
 import { shape } from "./plots.js";
 
 const MILLISECONDS = 5000;
@@ -81,7 +81,7 @@ async function checked({ name, feedback, task, policy }) {
   if (task !== "classification") return "Not counted for a model that predicts a number.";
   try {
     const { checked, right } = await getChecked(name);
-    const promise = policy.risk ? ` At most ${percent(policy.risk)} of accepted answers should be wrong.` : "";
+    const promise = policy.risk ? ` At most ${atMost(policy.risk).join(" in ")} accepted answers should be wrong.` : "";
     if (checked === 0) return `No accepted answer was checked in the last seven days. Label spot checks in the review queue.${promise}`;
     return `${right} of ${checked} checked answers were right.${promise} Checked are accepted images of the last seven days, drawn at random.`;
   } catch ({ status, message }) {

@@ -1,6 +1,6 @@
 // The two sliders, both stricter to the right: their thresholds, and the cost of these on in-distribution images.
 
-import { number, outOf } from "./format.js";
+import { atMost, number, outOf } from "./format.js";
 import { taskOf } from "./tasks.js";
 import { sentence } from "./why.js";
 
@@ -52,10 +52,10 @@ function showSlider(name, position, text) {
 // What the answers are worth, and what that costs. Upper bounds: an image that is both unusual and unclear is reported as
 // unusual alone.
 function handed(policy, model) {
-  const [wrong, answers] = outOf(policy.risk ?? 1);
+  const [wrong, answers] = atMost(policy.risk ?? 1);
   const promise = `At most ${wrong} in ${answers.toLocaleString("en")} accepted answers ${wrong === 1 ? "is" : "are"} wrong. For that, about`;
-  const [unusual, of] = outOf(policy.alpha);
   const { fraction, rest } = taskOf(model).handed(policy, model.calibration.entropy_quantiles);
+  const [unusual, of] = (fraction > 0 ? atMost : outOf)(policy.alpha);
   const unclear = Math.min(Math.round(of * fraction), of - unusual);
   const images = (count) => `${policy.risk ? promise : "About"} ${count} in ${of.toLocaleString("en")} ordinary images go to a person`;
   const unshown = model.policy.risk && !policy.risk ? " How many answers are wrong is known at the model's own limits alone." : "";
