@@ -724,6 +724,34 @@ def test_a_service_with_other_models_is_asked_for_its_default(driver: Driver, fi
         assert "first" in content(driver, "#model") and decision_of(driver, "clear.png") == "accept"
 
 
+def test_a_new_key_keeps_the_model_and_asks_again_where_it_changed(driver: Driver, files: dict[str, Path]) -> None:
+    models = {"first": FakeModel(), "second": FakeModel("v2")}
+    with live_server(models, api_keys=("one", "two"), admin_keys=("root",)) as url, before_the_page(driver, FAILING):
+        driver.get(url)
+        until(find(driver, "#key-form")[0].is_displayed)
+        for key in ("zero\u200bwidth", "en\u2013dash"):  # No header carries them.
+            driver.execute_script("document.getElementById('key').value = arguments[0]", key)
+            find(driver, "#key-form button")[0].click()
+            until(lambda: says(driver, "#status", "Copy it again"))
+            assert find(driver, "#key-form")[0].is_displayed()
+        driver.execute_script("document.getElementById('key').value = ' one '")
+        find(driver, "#key-form button")[0].click()
+        until(lambda: "3 classes" in content(driver, "#model"))
+        find(driver, "#models option")[1].click()
+        until(lambda: "second" in content(driver, "#model"))
+        classify(driver, files["clear"])
+        models["second"] = FakeModel("v3")
+        HTTP.post(f"{url}/admin/reload", headers={"x-api-key": "root"}).raise_for_status()
+        driver.execute_script("sessionStorage.clear(); window.sent.length = 0")
+        choose(driver, files["between"])
+        until(lambda: says(driver, ".tile", "this needs an API key"))
+        find(driver, "#key")[0].send_keys("two")
+        find(driver, "#key-form button")[0].click()
+        until(lambda: text(driver, "#status") == "2 of 2 images classified.")
+        assert content(driver, "#model").startswith("second · version v3")
+        assert "clear.png" in driver.execute_script("return window.sent")
+
+
 def test_images_are_asked_again_when_their_model_was_reloaded(driver: Driver, files: dict[str, Path]) -> None:
     models = {"m": FakeModel()}
     with live_server(models, admin_keys=("root",)) as url, before_the_page(driver, FAILING):

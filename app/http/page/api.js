@@ -12,13 +12,17 @@ export class Problem extends Error {
   }
 }
 
-export function useKey(key) {
-  sessionStorage.setItem(KEY, key);
+// Keep a key for this session, and return "" or why it can be none: fetch throws at what a header cannot carry.
+function keep(role, text) {
+  const key = text.trim();
+  if (!/^[\x21-\x7e]+$/.test(key)) return "This key has a character that no key has. Copy it again.";
+  sessionStorage.setItem(role, key);
+  return "";
 }
 
-export function useFeedbackKey(key) {
-  sessionStorage.setItem(FEEDBACK_KEY, key);
-}
+export const useKey = (text) => keep(KEY, text);
+
+export const useFeedbackKey = (text) => keep(FEEDBACK_KEY, text);
 
 export const hasFeedbackKey = () => (sessionStorage.getItem(FEEDBACK_KEY) ?? sessionStorage.getItem(KEY)) !== null;
 

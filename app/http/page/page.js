@@ -392,11 +392,15 @@ on("rivals", "change", async (event) => {
 });
 on("key-form", "submit", (event) => {
   event.preventDefault();
-  useKey(element("key").value);
+  const fault = useKey(element("key").value);
+  if (fault) return say(fault);
   element("key").value = "";
   element("key-form").hidden = true;
-  modelLoading = loadModel();
-  again("locked");
+  const before = view.model;
+  modelLoading = loadModel(before?.name).then(() => {
+    const isOther = before && (before.name !== view.model.name || before.version !== view.model.version);
+    again("locked", ...(isOther ? ["done", "failed"] : []));
+  });
 });
 element("policy").open = matchMedia("(min-width: 48rem)").matches;
 modelLoading = loadModel();

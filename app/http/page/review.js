@@ -227,7 +227,8 @@ on("label-form", "submit", (event) => {
 });
 on("review-key-form", "submit", (event) => {
   event.preventDefault();
-  useFeedbackKey(element("review-key").value);
+  const fault = useFeedbackKey(element("review-key").value);
+  if (fault) return say(fault);
   element("review-key").value = "";
   look();
 });
