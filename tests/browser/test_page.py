@@ -525,6 +525,16 @@ def test_the_keyboard_reaches_every_image(page: Driver, files: dict[str, Path]) 
     assert page.switch_to.active_element.accessible_name.startswith("clear.png")
     press("\ue011")  # Home
     assert page.switch_to.active_element.accessible_name.startswith("strange.png")
+    press("\ue007")
+    until(lambda: text(page, "#panel-name") == "strange.png")
+    for _ in range(2):
+        find(page, "#next")[0].click()
+    until(lambda: content(page, "#panel-said") == "clear.png, 3 of 3, ✓ Accept, bright")
+    find(page, "#filters [data-filter=abstain_ood]")[0].click()  # It hides the open image.
+    until(lambda: order(page) == ["strange.png"])
+    until(lambda: [each.accessible_name[:7] for each in find(page, ".tile[tabindex='0']")] == ["strange"])
+    find(page, "#close")[0].click()
+    until(lambda: page.switch_to.active_element.accessible_name.startswith("strange.png"))
 
 
 def test_shows_where_and_what_it_is_nearest_to(driver: Driver, files: dict[str, Path]) -> None:

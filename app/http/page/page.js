@@ -105,8 +105,8 @@ function draw() {
   drawChart(element("chart"), done, policy, model, opened?.id);
   if (!panel.open || !opened) return;
   const shown = visible(images);
-  showPanel(opened, view, `${shown.indexOf(opened) + 1} of ${shown.length}`);
-  reach(opened.id, true);
+  showPanel(opened, view, opened.tile.hidden ? "" : `${shown.indexOf(opened) + 1} of ${shown.length}`);
+  if (!opened.tile.hidden) reach(opened.id, true);
 }
 
 // Return the images that have an answer, each with its decision under the thresholds of this page.
@@ -365,8 +365,8 @@ on("panel", "close", () => {
   const last = opened;
   opened = null;
   if (last && images.includes(last)) {
-    reach(last.id);
-    element(last.id).focus();
+    if (!last.tile.hidden) reach(last.id);
+    element("grid").querySelector("[tabindex='0']")?.focus();
   }
   redraw();
 });

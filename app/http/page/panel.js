@@ -38,10 +38,13 @@ export function showPanel(image, { model, policy, rival }, place) {
   element("frame").classList.toggle("pixels", width > 0 && width < SMALL_PIXELS);
   element("frame").classList.toggle("none", source !== "" && picture.complete && width === 0);
   const badge = tile.querySelector(".badge");
+  const sign = prediction ? DECISIONS[decision] : badge.textContent;
+  const answer = prediction ? taskOf(model).answer(prediction, decision, model) : "";
   element("badge").dataset.decision = badge.dataset.decision;
-  element("badge").textContent = prediction ? DECISIONS[decision] : badge.textContent;
+  element("badge").textContent = sign;
   element("answered").hidden = !prediction;
-  element("answer").textContent = prediction ? taskOf(model).answer(prediction, decision, model) : "";
+  element("answer").textContent = answer;
+  announce(`${image.id} ${sign} ${answer}`, [file.name, place, sign, answer]);
   const text = prediction ? reason(prediction, decision, policy, model) : (image.problem ?? "");
   if (element("reason").textContent !== text) element("reason").textContent = text;
   showWhy(prediction ?? {}, decision, model, element("why").open);
@@ -49,6 +52,14 @@ export function showPanel(image, { model, policy, rival }, place) {
   element("classes").replaceChildren(...classBars(taskOf(model).bars(prediction, model)));
   showNumbers(image, model, policy, rival);
   drawHistogram(element("histogram"), model, policy.alpha, prediction.ood_score);
+}
+
+// The heading is read when it gets the focus; this is read when another image or answer comes under a button.
+function announce(key, words) {
+  const said = element("panel-said");
+  if (said.dataset.key === key) return;
+  said.dataset.key = key;
+  said.textContent = words.filter(Boolean).join(", ");
 }
 
 function classBars(classes) {
