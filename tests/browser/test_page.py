@@ -734,6 +734,20 @@ def test_a_service_with_other_models_is_asked_for_its_default(driver: Driver, fi
         assert "first" in content(driver, "#model") and decision_of(driver, "clear.png") == "accept"
 
 
+def test_all_images_are_asked_again_when_their_model_is_gone(driver: Driver, files: dict[str, Path]) -> None:
+    with live_server({"first": FakeModel(), "second": FakeModel("v2")}) as url, before_the_page(driver, FAILING):
+        driver.get(url)
+        until(lambda: "3 classes" in content(driver, "#model"))
+        find(driver, "#models option")[1].click()
+        until(lambda: "second" in content(driver, "#model"))
+        classify(driver, files["clear"], files["between"], files["broken"], failed=1)
+        driver.execute_script("window.gone = 'models/second'; window.sent.length = 0")
+        choose(driver, files["strange"])
+        until(lambda: "first" in content(driver, "#model"))
+        until(lambda: text(driver, "#status") == "3 of 4 images classified, 1 failed.")
+        assert {each.name for each in files.values()} <= {*driver.execute_script("return window.sent")}
+
+
 def test_a_new_key_keeps_the_model_and_asks_again_where_it_changed(driver: Driver, files: dict[str, Path]) -> None:
     models = {"first": FakeModel(), "second": FakeModel("v2")}
     with live_server(models, api_keys=("one", "two"), admin_keys=("root",)) as url, before_the_page(driver, FAILING):
@@ -760,6 +774,46 @@ def test_a_new_key_keeps_the_model_and_asks_again_where_it_changed(driver: Drive
         until(lambda: text(driver, "#status") == "2 of 2 images classified.")
         assert content(driver, "#model").startswith("second · version v3")
         assert "clear.png" in driver.execute_script("return window.sent")
+
+
+HELD = """
+const asked = window.fetch;
+window.fetch = async (path, options) => {
+  const name = options?.body?.get?.("images")?.name;
+  if (name && name === window.held) await new Promise((go) => (window.release = go));
+  const status = name && window.refused;
+  return status ? new Response("{}", {status, headers: {"Content-Type": "application/json"}}) : asked(path, options);
+};
+"""
+
+
+def test_the_answer_of_a_cleared_image_opens_nothing(driver: Driver, files: dict[str, Path], url: str) -> None:
+    with before_the_page(driver, f"window.held = 'strange.png'; {HELD}"):
+        driver.get(url)
+        choose(driver, files["strange"])
+        until(lambda: driver.execute_script("return window.release !== undefined"))
+        find(driver, "#clear")[0].click()
+        choose(driver, files["clear"], files["broken"])
+        driver.execute_script("window.release()")
+        until(lambda: text(driver, "#status") == "1 of 2 images classified, 1 failed.")
+        until(lambda: text(driver, "#panel-name") == "clear.png")
+
+
+def test_what_took_too_long_can_be_tried_again(driver: Driver, files: dict[str, Path]) -> None:
+    with live_server({"first": FakeModel(), "second": FakeModel("v2")}) as url, before_the_page(driver, HELD):
+        driver.get(url)
+        classify(driver, files["clear"])
+        find(driver, "#rivals option")[1].click()
+        until(lambda: find(driver, ".rival")[0].is_displayed())
+        for status in (504, 408):
+            driver.execute_script("window.refused = arguments[0]", status)
+            find(driver, "#rivals option")[0 if status == 504 else 1].click()
+            until(lambda: text(driver, "#status") == "0 of 1 image classified, 1 failed.")
+            assert not find(driver, ".rival")[0].is_displayed()  # Another model's answer is none.
+            driver.execute_script("window.refused = undefined")
+            find(driver, "#again")[0].click()
+            until(lambda: text(driver, "#status") == "1 of 1 image classified.")
+        until(lambda: find(driver, ".rival")[0].is_displayed())
 
 
 def test_images_are_asked_again_when_their_model_was_reloaded(driver: Driver, files: dict[str, Path]) -> None:

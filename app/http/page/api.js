@@ -64,6 +64,9 @@ export async function patiently(ask) {
 
 export const isPassing = ({ status }) => PASSING.includes(status);
 
+// A person may also send again what took too long; each attempt costs the service as much.
+export const canBeSentAgain = ({ status }) => [...PASSING, 408, 504].includes(status);
+
 const path = (name, rest = "") => `models/${encodeURIComponent(name)}${rest}`;
 
 export async function getModel(name = null) {

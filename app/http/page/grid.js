@@ -27,7 +27,13 @@ export function newTile(id, file) {
   return item;
 }
 
-export function mark(line, decision, badge, label = "") {
+// Show a tile without an answer, also of a second model.
+export function showState(tile, decision, badge, label) {
+  mark(tile, decision, badge, label);
+  tile.querySelector(".rival").hidden = true;
+}
+
+function mark(line, decision, badge, label = "") {
   const text = line.querySelector(".badge");
   text.dataset.decision = decision;
   text.textContent = badge;

@@ -1,10 +1,10 @@
 // The page at "/": sends each image to the service, shows the answers, and decides again when thresholds change.
 
-import { getExample, getExamples, getModel, isPassing, patiently, predict, Problem, useKey } from "./api.js";
+import { canBeSentAgain, getExample, getExamples, getModel, isPassing, patiently, predict, Problem, useKey } from "./api.js";
 import { decide } from "./decide.js";
 import { offerDrawing, startDrawing } from "./draw.js";
 import { percent } from "./format.js";
-import { arrange, mark, newTile, reach, showFilters, showFolder, showTile, sorted, step, visible } from "./grid.js";
+import { arrange, newTile, reach, showFilters, showFolder, showState, showTile, sorted, step, visible } from "./grid.js";
 import { showLive } from "./live.js";
 import { showReview } from "./review.js";
 import { openPanel, reveal, showPanel } from "./panel.js";
@@ -89,7 +89,7 @@ function redraw() {
 function draw() {
   const { model, policy, rival } = view;
   element("work").hidden = element("actions").hidden = images.length === 0;
-  element("again").hidden = !images.some(({ state, isPassing: passes }) => state === "failed" && passes);
+  element("again").hidden = !images.some(({ state, isWorthATry }) => state === "failed" && isWorthATry);
   document.body.classList.toggle("busy", images.length > 0);
   if (model === null) return;
   const done = decided();
@@ -180,19 +180,19 @@ function work() {
 }
 
 async function ask(image) {
-  mark(image.tile, "waiting", "Classifying…");
+  showState(image.tile, "waiting", "Classifying…");
+  let sent;
   try {
     await modelLoading;
-    const { model, rival } = view;
+    sent = { ...view };
+    const { model, rival } = sent;
     if (model === null) throw new Problem(401, element("model").textContent);
     const [answer, second] = await Promise.all([model, rival].map((each) => each && predict(each.name, image.file)));
-    if (model.name !== view.model.name || rival?.name !== view.rival?.name) {
-      image.state = "waiting"; // Another model was chosen before the answer came.
-      return;
-    }
     image.version = answer.model.version;
-    if (answer.model.version !== view.model.version) await renew(model); // The model was reloaded.
-    if (second && second.model.version !== view.rival.version) view.rival = await getModel(rival.name).catch(() => view.rival);
+    if (!areOthers(sent) && image.version !== view.model.version) await renew(model); // The model was reloaded.
+    if (!areOthers(sent) && second && second.model.version !== view.rival.version) view.rival = await getModel(rival.name).catch(() => view.rival);
+    if (!images.includes(image)) return; // It was cleared before the answer came.
+    if (areOthers(sent)) return wait(image);
     [image.prediction] = answer.predictions;
     image.other = second ? { prediction: second.predictions[0], decision: second.predictions[0].decision } : null;
     image.state = "done";
@@ -200,7 +200,8 @@ async function ask(image) {
     isFirst &&= image !== opened;
     if (image === opened) explain();
   } catch (problem) {
-    if (problem.status === 404 && (await isGone(image))) return;
+    if (!images.includes(image)) return;
+    if (problem.status === 404 && (await areGone(sent))) return wait(image);
     fail(image, problem);
   }
   progress();
@@ -214,30 +215,37 @@ async function renew(model) {
     const isOld = image.state === "done" && image.version !== view.model.version;
     if (!isOld || (image.renewed ?? 0) >= RENEWALS) continue;
     image.renewed = (image.renewed ?? 0) + 1;
-    image.state = "waiting";
+    wait(image);
   }
 }
 
-// Return whether the service no longer has a model that an image was sent to; the image then goes to one that it has.
-async function isGone(image) {
-  const [before, rival] = [view.model, view.rival];
-  await (modelLoading = loadModel(before.name));
-  if (view.model === null || (view.model.name === before.name && view.rival === rival)) return false;
-  image.state = "waiting";
-  return true;
+// Return whether other models were chosen since an image was sent to these.
+const areOthers = ({ model, rival }) => model.name !== view.model?.name || rival?.name !== view.rival?.name;
+
+// Return whether the service no longer has a model that an image was sent to; all images then go to one that it has.
+async function areGone(sent) {
+  if (areOthers(sent)) return true;
+  await (modelLoading = loadModel(sent.model.name));
+  if (areOthers(sent)) again("done", "failed");
+  return areOthers(sent);
+}
+
+// The answer of another model must neither be decided, drawn nor saved as this one's.
+function wait(image) {
+  Object.assign(image, { state: "waiting", prediction: null, other: null, problem: null });
 }
 
 function fail(image, problem) {
   const wantsKey = problem.status === 401;
   element("key-form").hidden &&= !wantsKey;
   const message = problem.message.replace(/^image 0 \('.*?'\): /, ""); // The page says which by its name.
-  Object.assign(image, { state: wantsKey ? "locked" : "failed", prediction: null, problem: message, isPassing: isPassing(problem) });
-  mark(image.tile, "error", "✕ Failed", message);
+  Object.assign(image, { state: wantsKey ? "locked" : "failed", prediction: null, problem: message, isWorthATry: canBeSentAgain(problem) });
+  showState(image.tile, "error", "✕ Failed", message);
 }
 
 function again(...states) {
   for (const image of images) {
-    if (states.includes(image.state)) image.state = "waiting";
+    if (states.includes(image.state)) wait(image);
   }
   progress();
   work();
