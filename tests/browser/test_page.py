@@ -577,13 +577,38 @@ def test_saves_what_is_shown(page: Driver, files: dict[str, Path], tmp_path: Pat
     rows = list(csv.DictReader(io.StringIO((tmp_path / "saved" / "psc.csv").read_text())))
     by_name = {row["file"]: row for row in rows}
     assert set(by_name) == {"'=1+1,2.png", "strange.png", "broken.png"}
-    assert by_name["'=1+1,2.png"]["decision"] == "accept" and by_name["'=1+1,2.png"]["prediction_set"] == "bright"
+    assert by_name["'=1+1,2.png"]["decision"] == "accept" and by_name["'=1+1,2.png"]["prediction_set"] == '["bright"]'
     assert "expected one of JPEG, PNG" in by_name["broken.png"]["error"]
     document = json.loads((tmp_path / "saved" / "psc.json").read_text())
     assert document["model"] == {"name": "m", "version": "v1"} and document["policy"]["alpha"] == 0.01
     strange = next(row for row in document["images"] if row["file"] == "strange.png")
     assert strange["decision"] == by_name["strange.png"]["decision"]
     assert strange["is_ood"] == (strange["decision"] == "abstain_ood")
+
+
+def test_a_saved_table_tells_files_of_two_folders_and_names_with_spaces_apart(driver: Driver, tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "001.png").write_bytes(png(64))
+    with live_server({"m": FakeModel(classes=("York", "New York", "New"))}) as url:
+        driver.get(url)
+        until(lambda: "3 classes" in content(driver, "#model"))
+        place = find(driver, "#upload")[0].rect
+        for kind in ("dragEnter", "dragOver", "drop"):
+            data = {"items": [], "files": [str(tmp_path / "data")], "dragOperationsMask": 1}
+            event = {"type": kind, "x": place["x"] + 20, "y": place["y"] + 20, "data": data}
+            driver.execute_cdp_cmd("Input.dispatchDragEvent", event)
+        until(lambda: text(driver, "#status") == "2 of 2 images classified.")
+        saved = tmp_path / "saved"
+        driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(saved)})
+        for kind in ("csv", "json"):
+            find(driver, f"#{kind}")[0].click()
+            until((saved / f"psc.{kind}").is_file)
+        rows = list(csv.DictReader(io.StringIO((saved / "psc.csv").read_text())))
+        document = json.loads((saved / "psc.json").read_text())
+        for found in (rows, document["images"]):
+            assert sorted(row["file"] for row in found) == ["data/cat/001.png", "data/dog/001.png"]
+        assert [json.loads(row["prediction_set"]) for row in rows] == [["New York"]] * 2
 
 
 def test_examples_and_a_service_without_a_log(driver: Driver, files: dict[str, Path], tmp_path: Path) -> None:

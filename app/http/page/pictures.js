@@ -45,9 +45,18 @@ export async function dropped({ items, files }) {
   return entries.some(({ isDirectory }) => isDirectory) ? (await Promise.all(entries.map(filesIn))).flat() : [...files];
 }
 
+const paths = new WeakMap(); // of files in a dropped folder, from this on
+
+export const pathOf = (file) => paths.get(file) ?? file.name;
+
 async function filesIn(entry) {
   const ask = (node, method) => new Promise((done, fail) => node[method](done, fail));
-  if (entry.isFile) return entry.name.startsWith(".") ? [] : [await ask(entry, "file")];
+  if (entry.isFile) {
+    if (entry.name.startsWith(".")) return [];
+    const file = await ask(entry, "file");
+    paths.set(file, entry.fullPath.slice(1));
+    return [file];
+  }
   const [reader, inside] = [entry.createReader(), []];
   for (let some; (some = await ask(reader, "readEntries")).length > 0; ) inside.push(...some); // It gives only so many at once.
   return (await Promise.all(inside.map(filesIn))).flat();

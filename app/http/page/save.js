@@ -1,12 +1,13 @@
 // Save the page's answers as a file: one row per image, decided as on the page.
 
+import { pathOf } from "./pictures.js";
 import { taskOf } from "./tasks.js";
 
 function row({ file, prediction, decision, other, problem }, rival) {
-  if (!prediction) return { file: file.name, error: problem ?? "no answer yet" };
+  if (!prediction) return { file: pathOf(file), error: problem ?? "no answer yet" };
   const { probabilities, explanation, checks = {}, prediction_set: set, is_ood: isOod, ...scores } = prediction;
   return {
-    file: file.name,
+    file: pathOf(file),
     ...scores,
     decision,
     is_ood: decision === "abstain_ood",
@@ -17,9 +18,9 @@ function row({ file, prediction, decision, other, problem }, rival) {
   };
 }
 
-// A spreadsheet would take such a text for a formula, unless a quote comes first.
+// A list is one of JSON. A spreadsheet would take such a text for a formula, unless a quote comes first.
 function cell(value) {
-  const text = Array.isArray(value) ? value.join(" ") : String(value ?? "");
+  const text = Array.isArray(value) ? JSON.stringify(value) : String(value ?? "");
   const safe = typeof value === "number" ? text : text.replace(/^[=+\-@\t\r]/, "'$&");
   return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
 }
