@@ -234,3 +234,14 @@ def test_can_be_read_and_used_everywhere(driver: Driver, url: str, screen: tuple
     assert max(driver.execute_script(widths)) <= inner
     if AXE:
         assert violations(driver) == []
+def test_live_knows_nothing_of_a_service_that_does_not_answer(driver: Driver) -> None:
+    with live_server() as url, before_the_page(driver, FAILING):
+        HTTP.post(f"{url}/predict", files=[("images", (f"{value}.png", png(value))) for value in range(60)])
+        driver.get(f"{url}/#live")
+        for broken, word in (("", "✓ Ordinary"), ("models/m/live", "Unknown"), ("", "✓ Ordinary")):
+            driver.execute_script("window.broken = arguments[0]", broken)
+            until(lambda word=word: text(driver, "#drift-word") == word)
+            decision = find(driver, "#drift")[0].get_attribute("data-decision")
+            assert decision == ("" if broken else "accept") and says(driver, "#drift", "Since ") == bool(broken)
+
+

@@ -74,7 +74,7 @@ export async function getModel(name = null) {
 }
 
 export async function getLive(name) {
-  return (await request(path(name, "/live"))).json();
+  return (await request(path(name, "/live"), { signal: AbortSignal.timeout(10_000) })).json();
 }
 
 export async function getExamples(name) {

@@ -11,6 +11,7 @@ const FEW = 50; // images, which show no drift but a strong one
 const element = (id) => document.getElementById(id);
 const counted = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 let served = null;
+let heard = ""; // the time of the last answer
 
 export async function showLive(model) {
   served = model;
@@ -29,8 +30,12 @@ async function look() {
     element("drift-sentence").textContent = sentence;
     drawHour(live.hour);
     element("live-note").textContent = note(live);
+    heard = new Date().toLocaleTimeString("en");
   } catch ({ message }) {
-    element("live-note").textContent = message;
+    element("drift").dataset.decision = "";
+    element("drift-word").textContent = "Unknown";
+    element("drift-sentence").textContent = `${heard && `Since ${heard}: `}${message}`;
+    element("live-note").textContent = "";
   }
 }
 
