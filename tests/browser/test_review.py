@@ -34,6 +34,7 @@ from tests.served import HTTP
 __all__ = ["chromium", "driver", "screen"]
 
 ENTER = "\ue007"
+BACKSPACE = "\ue003"
 GLANCE_SECONDS = 0.2  # after which the page takes an answer to an image
 
 
@@ -81,6 +82,11 @@ def test_keys_label_and_take_back(driver: Driver, url: str, log: Log) -> None:
     driver.get(f"{url}/#review")
     driver.execute_script("sessionStorage.clear(); location.reload()")
     until(lambda: says(driver, "#review-status", "Enter the key"))
+    driver.execute_script("document.getElementById('review-key').value = 'en\u2013dash'")  # No header carries it.
+    find(driver, "#review-key-form button")[0].click()
+    until(lambda: says(driver, "#review-status", "Copy it again"))
+    assert find(driver, "#review-key-form")[0].is_displayed()
+    find(driver, "#review-key")[0].clear()
     for key in ("wrong", "reviewer"):
         find(driver, "#review-key")[0].send_keys(key + ENTER)
         until(lambda key=key: says(driver, "#review-status", "is not accepted" if key == "wrong" else "0 of 4"))
@@ -147,9 +153,11 @@ def test_many_classes_are_found_by_their_names(driver: Driver, url: str) -> None
         "const classes = [...Array(12).keys()].map((index) => `class ${index}`);"
         "const likely = {'class 3': 0.2, 'class 7': 0.5};"
         "done([task.choices({label: 'class 7', likely}, {classes}),"
-        "...['CLASS 11', 'class 1', 'class', 'x'].map((text) => task.label(text, {classes}) ?? null)]); });"
+        "...['CLASS 11', 'class 1', 'class', 'x'].map((text) => task.label(text, {classes}) ?? null),"
+        "...['CLASS 2', 'class 1', 'x'].map((text) => task.completed(text, {classes}) ?? null),"
+        "task.label('Class 1', {classes: [...classes, 'Class 1']})]); });"
     )
-    assert found == [["class 7", "class 3"], "class 11", "class 1", None, None]
+    assert found == [["class 7", "class 3"], "class 11", "class 1", None, None, "class 2", None, None, "Class 1"]
 
 
 def test_what_is_none_of_the_classes_gets_a_name(driver: Driver, url: str, log: Log) -> None:
@@ -167,9 +175,47 @@ def test_what_is_none_of_the_classes_gets_a_name(driver: Driver, url: str, log: 
     press(driver, "hedgehog" + ENTER)  # A name that was given needs no second time.
     shows(driver, "2 of 3 done, last: hedgehog")
     press(driver, "/")
-    press(driver, "mid" + ENTER)
-    until(lambda: labels(log) == [("none_of_the_classes", "hedgehog")] * 2 + [("label", "middle")])
+    press(driver, "mid" + ENTER)  # One class begins so, which is offered.
+    until(lambda: find(driver, "#label")[0].get_property("value") == "middle")
+    assert labels(log) == [("none_of_the_classes", "hedgehog")] * 2
+    press(driver, BACKSPACE + ENTER)  # It was meant as a name.
+    named = [("none_of_the_classes", "hedgehog")] * 2 + [("none_of_the_classes", "mid")]
+    until(lambda: labels(log) == named)
+    press(driver, "z")
+    press(driver, "/")
+    press(driver, "brig" + ENTER)
+    press(driver, ENTER)
+    until(lambda: labels(log) == [*named, ("label", "bright")])
     assert errors(driver) == []
+
+
+HELD = """
+const asked = window.fetch;
+window.fetch = async (path, options) => {
+  if (path === "feedback") await new Promise((go) => (window.release = go));
+  return asked(path, options);
+};
+"""
+
+
+def test_only_what_is_saved_counts_and_the_rest_asks_to_stay(driver: Driver, url: str, log: Log) -> None:
+    asks = (
+        "const event = new Event('beforeunload', {cancelable: true}); dispatchEvent(event);"
+        "return event.defaultPrevented"
+    )
+    with before_the_page(driver, HELD):
+        look(driver, url)
+        find(driver, "#review-model [value=m]")[0].click()
+        shows(driver, "0 of 3 done")
+        assert not driver.execute_script(asks)
+        press(driver, "1")
+        press(driver, "2")
+        shows(driver, "0 of 3 done, saving 2, last: middle")
+        assert driver.execute_script(asks) and labels(log) == []
+        for status in ("1 of 3 done, saving 1, last: middle", "2 of 3 done, last: middle"):
+            driver.execute_script("window.release()")
+            shows(driver, status)
+        assert not driver.execute_script(asks) and labels(log) == [("label", "dark"), ("label", "middle")]
 
 
 def test_what_cannot_be_saved_says_why(driver: Driver, url: str, log: Log) -> None:
@@ -220,6 +266,17 @@ def test_live_shows_what_was_sent_and_how_much_of_it_was_right(driver: Driver, u
     assert errors(driver) == []
 
 
+def test_live_knows_nothing_of_a_service_that_does_not_answer(driver: Driver) -> None:
+    with live_server() as url, before_the_page(driver, FAILING):
+        HTTP.post(f"{url}/predict", files=[("images", (f"{value}.png", png(value))) for value in range(60)])
+        driver.get(f"{url}/#live")
+        for broken, word in (("", "✓ Ordinary"), ("models/m/live", "Unknown"), ("", "✓ Ordinary")):
+            driver.execute_script("window.broken = arguments[0]", broken)
+            until(lambda word=word: text(driver, "#drift-word") == word)
+            decision = find(driver, "#drift")[0].get_attribute("data-decision")
+            assert decision == ("" if broken else "accept") and says(driver, "#drift", "Since ") == bool(broken)
+
+
 @pytest.mark.parametrize("view", ["review", "live"])
 def test_can_be_read_and_used_everywhere(driver: Driver, url: str, screen: tuple[int, str], view: str) -> None:
     look(driver, url)
@@ -234,14 +291,3 @@ def test_can_be_read_and_used_everywhere(driver: Driver, url: str, screen: tuple
     assert max(driver.execute_script(widths)) <= inner
     if AXE:
         assert violations(driver) == []
-def test_live_knows_nothing_of_a_service_that_does_not_answer(driver: Driver) -> None:
-    with live_server() as url, before_the_page(driver, FAILING):
-        HTTP.post(f"{url}/predict", files=[("images", (f"{value}.png", png(value))) for value in range(60)])
-        driver.get(f"{url}/#live")
-        for broken, word in (("", "✓ Ordinary"), ("models/m/live", "Unknown"), ("", "✓ Ordinary")):
-            driver.execute_script("window.broken = arguments[0]", broken)
-            until(lambda word=word: text(driver, "#drift-word") == word)
-            decision = find(driver, "#drift")[0].get_attribute("data-decision")
-            assert decision == ("" if broken else "accept") and says(driver, "#drift", "Since ") == bool(broken)
-
-

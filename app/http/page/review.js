@@ -19,10 +19,12 @@ const view = element("review");
 const stage = element("stage");
 const field = element("label");
 
-let queue = []; // {image, model, answer: null or {words}, picture: a promise, shown: when}
+let queue = []; // {image, model, answer: null or {words, isSaved}, picture: a promise, shown: when}
 let current = null; // the one in front
 let answered = []; // the images with an answer, the last one last
 let sending = Promise.resolve(); // One label after the other, because the last one on an image counts.
+let unsaved = 0; // labels
+let isCounting = false; // the status shows how many are done
 let latest = null; // the last search of the log
 let zoom = 1;
 let proposed = ""; // a text that is no class, until it is saved again
@@ -123,9 +125,10 @@ async function load(item) {
 function answer(label, words) {
   const item = current;
   if (!(performance.now() - item?.shown > GLANCE_MILLISECONDS)) return;
-  const given = { words };
+  const given = { words, isSaved: false };
   item.answer = given;
   answered.push(item);
+  unsaved += 1;
   sending = sending.then(() => send(item, label, given));
   next();
 }
@@ -133,7 +136,9 @@ function answer(label, words) {
 async function send(item, label, given) {
   const { request_id, image_index, image_sha256 } = item.image;
   try {
-    await sendLabel({ request_id, image_index, image_sha256, ...label, source: "page" });
+    await sendLabel({ request_id, image_index, image_sha256, ...label, source: "page" }).finally(() => (unsaved -= 1));
+    given.isSaved = true;
+    if (isCounting) progress();
   } catch ({ message, status }) {
     if (item.answer !== given) return; // It was taken back.
     item.answer = null; // The image comes again.
@@ -172,7 +177,12 @@ function submit(text) {
     answer({ kind: "none_of_the_classes", label: text }, text);
   } else if (label === undefined) {
     proposed = text;
-    say(`No class is “${text}”, or several begin so. Save again to call it that: none of the classes.`);
+    const name = task.completed(text, model);
+    if (name) {
+      field.value = name;
+      field.setSelectionRange(text.length, name.length); // One key deletes what was not typed.
+      say(`Save again for “${name}”, or save “${text}” once more to call it that: none of the classes.`);
+    } else say(`No class is “${text}”. Save again to call it that: none of the classes.`);
   } else answer({ kind: "label", label }, String(text === "" ? task.guess(image, model) : label));
 }
 
@@ -197,17 +207,20 @@ function press(event) {
 }
 
 function progress() {
-  const done = queue.filter((item) => item.answer).length;
+  const done = queue.filter((item) => item.answer?.isSaved).length;
   const last = answered.at(-1)?.answer.words;
   element("review-status").parentElement.style.setProperty("--done", done / queue.length || 0);
   if (queue.length === 0) say(`${answered.length > 0 ? `${answered.length} done. ` : ""}No logged image waits for a label.`);
-  else say(`${done} of ${queue.length} done${last ? `, last: ${last}` : ""}`);
+  else say(`${done} of ${queue.length} done${unsaved ? `, saving ${unsaved}` : ""}${last ? `, last: ${last}` : ""}`);
+  isCounting = true;
 }
 
 function say(text) {
+  isCounting = false;
   element("review-status").textContent = text;
 }
 
+addEventListener("beforeunload", (event) => unsaved > 0 && event.preventDefault()); // The browser then asks.
 view.addEventListener("keydown", press);
 stage.addEventListener("click", ({ clientX, clientY }) => {
   const { left, top, width, height } = (stage.firstElementChild ?? stage).getBoundingClientRect();

@@ -65,8 +65,13 @@ const classification = {
     return [...new Set([label, ...Object.keys(likely).sort((a, b) => likely[b] - likely[a])])].slice(0, KEYS);
   },
   label(text, { classes }) {
+    const alike = classes.filter((name) => name.toLowerCase() === text.toLowerCase());
+    return alike.find((name) => name === text) ?? alike[0];
+  },
+  // The only class that begins so.
+  completed(text, { classes }) {
     const begins = classes.filter((name) => name.toLowerCase().startsWith(text.toLowerCase()));
-    return begins.find((name) => name.length === text.length) ?? (begins.length === 1 ? begins[0] : undefined);
+    return begins.length === 1 ? begins[0] : undefined;
   },
 };
 
