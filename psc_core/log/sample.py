@@ -2,11 +2,18 @@
 
 People may have reviewed images of the random sample that they chose for their looks, and these are
 random no longer.  So the images of each day are taken in the order of their digests, which is as good as random and is
-the order of ``psc-log review``, up to where fewer than :data:`REVIEWED` of them have a label.  They stand for the whole
-day: where they are a share s of its images, the probability to have drawn and reviewed one is s times that to have
-drawn it.  A day of which little is reviewed would weigh so much that the others hardly counted.  So the days with the
-largest shares count, as many of them as make the effective number of images largest; labels do not decide that.  An
-image counts once, however often it was sent.
+the order of ``psc-log review``, up to where fewer than :data:`REVIEWED` of them have a label.
+
+A day may go on after its images were listed, and what came later is no gap in the list.  So only the images up to a
+time are asked for labels, that of the labelled image up to which most labels count.  Neither digests nor times nor who
+was asked depend on what an image shows, so those that count are random among the day's images up to then.  Where fewer
+than half of a day's labels count at any time, images were chosen, and a time that suits the labels would let some of
+them in: then it is that of the last labelled one.
+
+Those that count stand for the whole day, also for what came later: where they are a share s of all its images, the
+probability to have drawn and reviewed one is s times that to have drawn it.  A day of which little is reviewed would
+weigh so much that the others hardly counted.  So the days with the largest shares count, as many of them as make the
+effective number of images largest; labels do not decide that.  An image counts once, however often it was sent.
 
 Images labelled with a class (or a number) calibrate; none of the classes means out of distribution.  Where nobody can
 tell, the image has no label that a prediction set could contain, so the rates hold for images that a person can put
@@ -24,6 +31,7 @@ from itertools import groupby
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -56,13 +64,17 @@ _COLUMNS: Final = ("time", REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "sample_
 class LoggedLabel:
     """A logged image, with the last label on it."""
 
-    day: date  # of its first row
+    time: datetime  # of its first row, UTC
     sha256: str
     path: str
     probability: float  # of being drawn into the random sample; of one that counts, of being reviewed too
     kind: str | None  # one of :data:`psc_core.log.labels.LABEL_KINDS`; None until somebody reviews it
     label: str | None
     label_time: datetime | None = None
+
+    @property
+    def day(self) -> date:
+        return self.time.date()
 
 
 @dataclass(frozen=True)
@@ -218,13 +230,13 @@ def images_of(rows: Iterable[Any], classes: Collection[str] = ()) -> list[Logged
             if before and before.label_time and (time is None or before.label_time > time):
                 kind, label, time = before.kind, before.label, before.label_time
             probability = max(row["sample_probability"], before.probability if before else 0.0)
-            day = before.day if before else row["time"].date()
-            found[sha256] = LoggedLabel(day, sha256, path, probability, kind, label, time)
+            first = min(row["time"], before.time) if before else row["time"]
+            found[sha256] = LoggedLabel(first, sha256, path, probability, kind, label, time)
     return list(found.values())
 
 
 def reviewed_of(images: Iterable[LoggedLabel]) -> list[LoggedLabel]:
-    """Return the reviewed images that count: each day's, up to where :data:`REVIEWED` of the images so far are.
+    """Return the reviewed images that count, each day's in the order of their digests.
 
     The days are those that make the effective number of images largest, on a tie the most.
     """
@@ -232,10 +244,8 @@ def reviewed_of(images: Iterable[LoggedLabel]) -> list[LoggedLabel]:
     days: list[tuple[float, list[LoggedLabel]]] = []  # the reviewed share of each, and its images
     for _, of_day in groupby(ordered, key=lambda image: image.day):
         day = list(of_day)
-        is_labelled = np.array([image.kind is not None for image in day])
-        enough = is_labelled.cumsum() >= REVIEWED * np.arange(1, len(day) + 1)
-        end = int(enough.nonzero()[0].max()) + 1 if enough.any() else 0
-        share, counting = end / len(day), (image for image in day[:end] if image.kind is not None)
+        asked = _asked(day)
+        share, counting = len(asked) / len(day), (day[at] for at in asked if day[at].kind is not None)
         days.append((share, [replace(image, probability=image.probability * share) for image in counting]))
 
     def with_share(smallest: float) -> list[LoggedLabel]:
@@ -243,6 +253,21 @@ def reviewed_of(images: Iterable[LoggedLabel]) -> list[LoggedLabel]:
 
     shares = sorted({share for share, of_day in days if of_day})  # ascending, as max takes the first of equals
     return with_share(max(shares, key=lambda share: effective_count(_weights(with_share(share))), default=1.0))
+
+
+def _asked(day: Sequence[LoggedLabel]) -> npt.NDArray[np.intp]:
+    """Return the positions of those of a day's images, in the order of their digests, that are asked for labels."""
+    is_labelled = np.array([image.kind is not None for image in day])
+    times = np.array([image.time.timestamp() for image in day])
+
+    def until(time: float) -> npt.NDArray[np.intp]:
+        at = (times <= time).nonzero()[0]
+        enough = is_labelled[at].cumsum() >= REVIEWED * np.arange(1, len(at) + 1)
+        return at[: int(enough.nonzero()[0].max(initial=-1)) + 1]
+
+    found = [until(time) for time in np.unique(times[is_labelled])[::-1]] or [until(-np.inf)]
+    most = max(found, key=lambda at: is_labelled[at].sum())
+    return most if 2 * is_labelled[most].sum() >= is_labelled.sum() else found[0]
 
 
 def _weights(images: Sequence[LoggedLabel]) -> Float[Tensor, " n"]:

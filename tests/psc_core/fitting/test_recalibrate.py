@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from fractions import Fraction
 from pathlib import Path
 
@@ -238,12 +238,16 @@ def test_any_part_of_the_images_is_of_all_days(model: FittedModel, tmp_path: Pat
     assert set(first.tolist()) == {0, 1, 2}
 
 
+def noon(day: date) -> datetime:
+    return datetime.combine(day, time(12), UTC)
+
+
 def test_reviewed_images_count_in_the_order_of_digests() -> None:
     """Whoever reviews what looks interesting leaves gaps in it."""
     monday, tuesday = date(2026, 11, 23), date(2026, 11, 24)
 
     def image(number: int, day: date, *, reviewed: bool) -> LoggedLabel:
-        return LoggedLabel(day, f"{number:064x}", "", 0.1, "label" if reviewed else None, "1")
+        return LoggedLabel(noon(day), f"{number:064x}", "", 0.1, "label" if reviewed else None, "1")
 
     images = [image(i, monday, reviewed=i < 40 or i % 3 == 0) for i in range(100)]
     new = [image(i, tuesday, reviewed=i < 20) for i in range(50)]  # They take nothing from the day before.
@@ -253,6 +257,20 @@ def test_reviewed_images_count_in_the_order_of_digests() -> None:
     ]  # fmt: skip
     assert len(reviewed_of([image(i, monday, reviewed=i != 30) for i in range(40)])) == 39
     assert reviewed_of([image(i, monday, reviewed=i > 0) for i in range(10)]) == []
+
+
+def test_a_day_that_goes_on_after_its_review_keeps_its_labels() -> None:
+    """Later images have digests between the labelled ones; whether they are labelled from the top or not at all."""
+    day, draw = noon(date(2026, 11, 23)), np.random.default_rng(3)
+    digests = [f"{number:064x}" for number in draw.permutation(250)]
+    found = [LoggedLabel(day + timedelta(seconds=at), sha256, "", 0.1, None, "1") for at, sha256 in enumerate(digests)]
+    first = [replace(each, kind="label" if at < 200 else None) for at, each in enumerate(found)]
+    reviewed = reviewed_of(first)
+    assert len(reviewed) == 200 and {each.probability for each in reviewed} == {0.1 * (200 / 250)}  # for the whole day
+    more = sorted(digests[200:])[:10]
+    assert len(reviewed_of([replace(each, kind="label") if each.sha256 in more else each for each in first])) >= 200
+    chosen = [replace(each, kind="label" if draw.random() < 0.5 else None) for each in found]
+    assert len(reviewed_of(chosen)) < 15  # No time suits them.
 
 
 @given(st.lists(st.tuples(st.integers(1, 18), st.integers(0, 18)), min_size=1, max_size=6))
@@ -266,7 +284,7 @@ def test_the_days_that_count_make_the_most_of_the_labels(counts: list[tuple[int,
     }
     best = max(effective, key=effective.__getitem__, default=0)  # of equals the first, that of more days
     found = reviewed_of(
-        LoggedLabel(day, f"{i:064x}", "", 0.25, "label" if i < reviewed else None, "1")
+        LoggedLabel(noon(day), f"{i:064x}", "", 0.25, "label" if i < reviewed else None, "1")
         for day, (drawn, reviewed) in days.items()
         for i in range(drawn)
     )
@@ -277,8 +295,8 @@ def test_the_days_that_count_make_the_most_of_the_labels(counts: list[tuple[int,
 
 def test_of_a_log_reviewed_as_a_whole_all_days_count() -> None:
     rare, often = date(2026, 11, 23), date(2026, 11, 24)
-    images = [LoggedLabel(rare, f"{i:064x}", "", 0.01, "label", "1") for i in range(5)]
-    images += [LoggedLabel(often, f"{i:064x}", "", 0.5, "label", "1") for i in range(100)]
+    images = [LoggedLabel(noon(rare), f"{i:064x}", "", 0.01, "label", "1") for i in range(5)]
+    images += [LoggedLabel(noon(often), f"{i:064x}", "", 0.5, "label", "1") for i in range(100)]
     assert reviewed_of(images) == images
 
 
@@ -303,7 +321,8 @@ def test_a_day_reviewed_in_part_does_not_fall_into_the_quarter_that_chooses() ->
     for day, count in ((monday, 1000), (date(2026, 11, 24), 100)):
         digests = sorted(hashlib.sha256(f"{day} {number}".encode()).hexdigest() for number in range(count))
         kinds = ("label" if turn < 100 else None for turn in range(count))
-        found += [LoggedLabel(day, sha256, "", 0.1, kind, "1") for sha256, kind in zip(digests, kinds, strict=True)]
+        labelled = zip(digests, kinds, strict=True)
+        found += [LoggedLabel(noon(day), sha256, "", 0.1, kind, "1") for sha256, kind in labelled]
     reviewed = sorted(reviewed_of(found), key=lambda image: image.sha256)
     quarter, others = draw_quarter(len(reviewed), seed=4)
     assert sorted([*quarter.tolist(), *others.tolist()]) == list(range(200))
