@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import compress
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +25,17 @@ import torch
 from psc_core.answers import ACCEPT
 from psc_core.data.dataset import ImageDataset, label_images
 from psc_core.errors import UsageError
-from psc_core.log.store import IMAGE_PATH, SHA256, Log, LoggedImages, days_of, is_stored, logged_model, read_rows
+from psc_core.log.store import (
+    IMAGE_PATH,
+    SHA256,
+    Log,
+    LoggedImages,
+    are_intact,
+    days_of,
+    is_stored,
+    logged_model,
+    read_rows,
+)
 from psc_core.metrics import RateInterval, weighted_interval, weighted_median
 from psc_core.model import FittedModel
 from psc_core.scoring import dataset_outputs
@@ -197,7 +208,7 @@ def replay(
 def _logged(
     log: Log, name: str, days: Sequence[str], scores: Sequence[str]
 ) -> tuple[list[tuple[Decided, float | None, int]], list[str], Outputs[FloatArray]]:
-    """Return each row as answer, weight and position of its image, all paths, and scores, NaN where a file has none."""
+    """Return each row of an intact image as answer, weight and position of it, all paths, and scores, NaN if absent."""
     answers: dict[tuple[str, str | None], Decided] = {}
     weights: dict[float, float] = {}
     at: dict[str, int] = {}
@@ -216,4 +227,7 @@ def _logged(
         known = {*batch.schema.names}
         columns = [batch[score].to_numpy(zero_copy_only=False) if score in known else absent for score in scores]
         logged.append(np.stack(columns, axis=1)[stored])
-    return rows, list(at), Outputs(np.concatenate(logged), scores, ())
+    intact = np.array(are_intact(log, list(at)), bool)
+    position, kept = intact.cumsum() - 1, [bool(intact[each]) for *_, each in rows]
+    rows = [(before, weight, int(position[each])) for before, weight, each in compress(rows, kept)]
+    return rows, list(compress(at, intact)), Outputs(np.concatenate(logged)[kept], scores, ())

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Any, Final
 
 import numpy as np
@@ -47,6 +47,7 @@ from psc_core.log.store import (
     SHA256,
     Log,
     LoggedImages,
+    are_intact,
     arrow,
     days_of,
     is_stored,
@@ -122,7 +123,7 @@ def read_sample(
     if not logged:
         span = f" from {days[0]} to {days[-1]}" if days else ""
         raise UsageError(f"{log.where} has no logged sampled images of {name}{span}; serve with --log-sample")
-    reviewed = reviewed_of(logged)
+    reviewed = _intact(log, reviewed_of(logged))
     if not any(image.kind == LABEL for image in reviewed):
         raise UsageError(
             f"of the {len(logged)} sampled images of {name} in {log.where}, each day's in the order of their digests, "
@@ -155,7 +156,7 @@ def _left_out(logged: Sequence[LoggedLabel], days: Collection[date]) -> str:
 def read_outside(log: Log, model: FittedModel, name: str | None = None, **span: str | None) -> ImageDataset:
     """Return the logged images outside the random sample labelled with a class or a number, each once, labelled."""
     logged = _outside(log, model, name, **span)
-    if not (of_class := [image for image in logged if image.kind == LABEL]):
+    if not (of_class := _intact(log, [image for image in logged if image.kind == LABEL])):
         reviewed = sum(image.kind is not None for image in logged)
         raise UsageError(
             f"of the {len(logged)} logged images of {logged_model(log, name)} in {log.where} outside the random sample "
@@ -168,7 +169,7 @@ def read_outside(log: Log, model: FittedModel, name: str | None = None, **span: 
 def read_named(log: Log, wide: FittedModel, name: str | None = None, **span: str | None) -> ImageDataset:
     """Return the images outside the random sample that people named as the last class of ``wide``."""
     logged, of = _outside(log, wide, name, **span), wide.classes[-1]
-    if not (named := [image for image in logged if image.kind == LABEL and image.label == of]):
+    if not (named := _intact(log, [image for image in logged if image.kind == LABEL and image.label == of])):
         others = Counter(image.label for image in logged if image.kind == NONE_OF_THE_CLASSES and image.label)
         given = ", ".join(f"{label} ({count})" for label, count in others.most_common())
         raise UsageError(
@@ -210,7 +211,12 @@ def unknown_of(log: Log, model: FittedModel, name: str | None = None, **span: st
     name = logged_model(log, name)
     rows = read_rows(log, name, days=days_of(log, name, **span), columns=list(_COLUMNS))
     joined = images_of(join_labels(rows, read_labels(log), name), model.classes)
-    return sorted((image for image in joined if image.kind == NONE_OF_THE_CLASSES), key=lambda image: image.sha256)
+    found = sorted((image for image in joined if image.kind == NONE_OF_THE_CLASSES), key=lambda image: image.sha256)
+    return _intact(log, found)
+
+
+def _intact(log: Log, images: Sequence[LoggedLabel]) -> list[LoggedLabel]:
+    return list(compress(images, are_intact(log, [image.path for image in images])))
 
 
 def images_of(rows: Iterable[Any], classes: Collection[str] = ()) -> list[LoggedLabel]:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from psc_core.errors import DataError, ImageError, UsageError, needs
+from psc_core.errors import DataError, ImageError, UsageError, needs, warn
 from psc_core.images.decode import PILLOW_MAX_PIXELS, decode_image
 from psc_core.images.preprocess import Preprocess
 from psc_core.tasks import task_of_manifest
@@ -351,6 +352,7 @@ def pixels_of(file: bytes) -> npt.NDArray[np.uint8]:
 
 _NAME: Final = re.compile(r"[0-9a-f]{64}\.[a-z]{3,4}")
 _BLOCK_BYTES: Final = 1 << 20
+_READERS: Final = 16  # number of images that are read at once, as a bucket takes its time for each
 
 
 @dataclass(frozen=True)
@@ -365,17 +367,17 @@ class LoggedImages:
 
     def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
         path = PurePosixPath(self.paths[index])
-        where = f"{self.log.where}/{path}"
+        where, remedy = f"{self.log.where}/{path}", f"restore it, or run psc-log delete {self.log.where} {path.stem}"
         try:
             content = self.log.get(self.paths[index])
             if hashlib.sha256(content).hexdigest() != path.stem:
-                raise DataError(f"{where} was changed since it was logged; restore it or remove it")
+                raise DataError(f"{where} was changed since it was logged; {remedy}")
             if path.suffix != f".{INPUT}":
                 # The service has applied its own --max-pixels before it answered.
                 return preprocess.from_bytes(content, max_pixels=PILLOW_MAX_PIXELS)
             pixels = pixels_of(content)
         except (OSError, ImageError) as error:
-            raise DataError(f"cannot read the image {where}: {error}; restore it or remove it") from error
+            raise DataError(f"cannot read the image {where}: {error}; {remedy}") from error
         if pixels.shape != preprocess.shape:
             raise DataError(
                 f"{where} was sent as a network input of the shape {pixels.shape}, and the bundle's network reads "
@@ -388,6 +390,29 @@ class LoggedImages:
 
     def modified_ns(self, index: int) -> int:
         return 0  # Its path holds the digest of its content.
+
+
+def are_intact(log: Log, paths: Sequence[str]) -> list[bool]:
+    """Return whether each image is there as it was logged, and warn of those that are not.
+
+    A power cut cuts images short.  It does not look at them, so a random sample without them is still random.
+    """
+
+    def is_intact(path: str) -> bool:
+        try:
+            return hashlib.sha256(log.get(path)).hexdigest() == PurePosixPath(path).stem
+        except FileNotFoundError:
+            return False
+
+    with ThreadPoolExecutor(_READERS, "psc-intact") as pool:
+        found = list(pool.map(is_intact, paths))
+    if False in found:
+        first = paths[found.index(False)]
+        warn(
+            f"{found.count(False)} of {len(paths)} logged images are damaged or missing, and left out: the first is "
+            f"{log.where}/{first}; restore it, or run psc-log delete {log.where} {PurePosixPath(first).stem}"
+        )
+    return found
 
 
 def is_stored(sha256: str | None, path: str | None) -> bool:

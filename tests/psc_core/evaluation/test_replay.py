@@ -12,7 +12,8 @@ from psc_core.data.open import open_dataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.replay import replay
 from psc_core.images.preprocess import PRESETS
-from psc_core.log.store import open_log
+from psc_core.log.sample import read_sample
+from psc_core.log.store import image_path, open_log
 from psc_core.model import FittedModel, load_model
 from psc_core.report.page import replay_text, write_replay
 from tests.logged import Logged, dimmed, png, write_log
@@ -105,3 +106,21 @@ def test_a_regression_has_no_labels_but_numbers_that_moved(angle_bundle: Path, t
     write_replay(found, tmp_path / "page.html")
     for text in (replay_text(found), (tmp_path / "page.html").read_text()):
         assert "(angle, degrees)" in text and "another label" not in text
+
+
+@pytest.mark.parametrize("cut", [0, 40, None])
+def test_images_that_a_power_cut_damaged_are_left_out(model: FittedModel, tmp_path: Path, cut: int | None) -> None:
+    images = [Logged(png(np.full((28, 28), 8 * i, np.uint8)), "label", "1", scores={"ood_score": i}) for i in range(9)]
+    log = write_log(tmp_path, images)
+    damaged = image_path(images[4].sha256, "png")
+    if cut is None:
+        log.delete(damaged)
+    else:
+        log.put(damaged, images[4].content[:cut])
+    with pytest.warns(UserWarning, match=f"1 of 9 .*{damaged}.*psc-log delete"):
+        found = replay(log, model)
+    assert [row.position for row in found.rows] == list(range(8)) and len(found.images) == 8
+    assert found.images.image(4)[0, 0, 0] == 8 * 5
+    with pytest.warns(UserWarning, match=damaged):
+        sample = read_sample(log, model)
+    assert len(sample.of_class) == len(sample.weights) == 8

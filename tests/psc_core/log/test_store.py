@@ -216,7 +216,7 @@ def test_reads_what_was_stored_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="was changed since it was logged"):
         source.read(0, PRESETS["mnist"])
     (tmp_path / path).unlink()
-    with pytest.raises(DataError, match=r"cannot read the image .*restore it or remove it"):
+    with pytest.raises(DataError, match=r"cannot read the image .*psc-log delete"):
         source.read(0, PRESETS["mnist"])
 
 
