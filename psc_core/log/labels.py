@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -138,8 +138,8 @@ class HumanAnswer:
     marks: str = "."  # how a number is written, see :func:`psc_core.text.parse_number`
 
     @property
-    def key(self) -> tuple[str, int | None] | str | None:
-        return self.image_sha256 if self.request_id is None else (self.request_id, self.image_index)
+    def row(self) -> tuple[str | None, int | None]:
+        return self.request_id, self.image_index
 
 
 class _Row(NamedTuple):
@@ -161,9 +161,10 @@ def read_answers(path: Path) -> Iterator[HumanAnswer]:
 
 
 def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None) -> list[Label]:
-    """Return the labels for answers; an image by its digest gets one for each model that can predict the answer."""
+    """Return the labels for answers: one for each model that has the image's bytes and can predict the answer."""
     given = list(answers)
-    rows: dict[Any, dict[str, _Row]] = {each.key: {} for each in given}
+    rows: dict[Any, dict[str, _Row]] = {key: {} for each in given for key in (each.row, each.image_sha256)}
+    rows.pop(None, None)
     for name in store.models_in(log) if model is None else [store.logged_model(log, model)]:
         for batch in store.read_rows(log, name, columns=[REQUEST_ID, IMAGE_INDEX, SHA256, "bundle_version"]):
             for request_id, index, digest, version in zip(*(column.to_pylist() for column in batch), strict=True):
@@ -171,33 +172,40 @@ def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None
                     if key in rows:
                         rows[key][name] = _Row(name, version, digest)
     models: dict[str, LoggedModel] = {}
-    return [label for answer in given for label in _labels(log, answer, rows[answer.key].values(), models)]
+    return [label for answer in given for label in _labels(log, answer, rows, models)]
 
 
-def _labels(log: Log, answer: HumanAnswer, rows: Collection[_Row], models: dict[str, LoggedModel]) -> Iterator[Label]:
-    """Yield the label of each row whose model can predict the answer; raise if none can."""
-    if not rows:
+def _labels(
+    log: Log, answer: HumanAnswer, rows: Mapping[Any, Mapping[str, _Row]], models: dict[str, LoggedModel]
+) -> Iterator[Label]:
+    """Yield the label for each model that can predict the answer; raise if none can."""
+    named = rows[answer.row]
+    found = {**rows.get(answer.image_sha256, {}), **named}
+    if not found:
         name = answer.image_sha256 if answer.request_id is None else f"{answer.request_id} {answer.image_index}"
         raise DataError(
             f"{answer.where}: the log has no row of the image {name!r}; remove it, or give the log of this image"
         )
+    for row in named.values():
+        if None not in (row.sha256, answer.image_sha256) and row.sha256 != answer.image_sha256:
+            raise DataError(
+                f"{answer.where}: the row is of the image {row.sha256}, not of {answer.image_sha256}; correct "
+                "request_id or image_index"
+            )
     errors = []
-    for row in rows:
+    for name, row in found.items():
         if row.version not in models:
             models[row.version] = store.read_model(log, row.version)
         try:
-            yield _label(answer, row, models[row.version])
+            of_image = answer if name in named else replace(answer, request_id=None, image_index=None)
+            yield _label(of_image, row, models[row.version])
         except DataError as error:
             errors.append(error)
-    if len(errors) == len(rows):
+    if len(errors) == len(found):
         raise DataError(f"{answer.where}: {errors[0]}") from errors[0]
 
 
 def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
-    if None not in (answer.image_sha256, row.sha256) and answer.image_sha256 != row.sha256:
-        raise DataError(
-            f"the row is of the image {row.sha256}, not of {answer.image_sha256}; correct request_id or image_index"
-        )
     kind, text = LABEL, answer.text
     if text.partition(OF)[0] == NONE_OF_THE_CLASSES:
         kind, _, text = text.partition(OF)

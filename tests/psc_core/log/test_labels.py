@@ -202,6 +202,11 @@ def test_image_of_two_models_is_labelled_for_the_one_that_could_have_said_it(tmp
             read(name, model)
     with pytest.raises(UsageError, match="no rows of model shoes"):
         read("cat.csv", "shoes")
+    (tmp_path / "tasks.csv").write_text(f"request_id,image_index,image_sha256,label\nr0,0,{digest(0)},cannot_tell\n")
+    found = labels_of(log, read_answers(tmp_path / "tasks.csv"))  # Of a review, whose lines name a row too.
+    assert {(each.model, each.request_id, each.image_sha256) for each in found} == {
+        ("m", "r0", digest(0)), ("digits", None, digest(0)),
+    }  # fmt: skip
 
 
 def test_labels_have_the_digest_of_their_row(tmp_path: Path) -> None:
