@@ -20,11 +20,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
-from psc_core.errors import DataError, ImageError
+from psc_core.errors import DataError, ImageError, warn
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below, is_hidden, read_file
 from psc_core.log import store
-from psc_core.log.store import IMAGE_INDEX, LABELS, REQUEST_ID, SHA256, Log, LoggedModel
+from psc_core.log.store import IMAGE_INDEX, INPUT, LABELS, OTHER, REQUEST_ID, SHA256, Log, LoggedModel
 from psc_core.text import check_columns, compose, number_marks, open_csv
 
 LabelKind = Literal["label", "none_of_the_classes", "cannot_tell"]
@@ -299,9 +299,12 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
     folders = sorted(each for each in root.iterdir() if each.is_dir() and not is_hidden(each.name))
     if not folders:
         raise DataError(f"{root} has no folders; make one for each class, and put the images of the class there")
+    unread = []
     for folder in folders:
         for file in sorted(files_below(folder)):
-            if file.lower().endswith(SUFFIXES) and Path(file).is_file():
+            if not file.lower().endswith((*SUFFIXES, f".{INPUT}", f".{OTHER}")):
+                unread.append(file)
+            elif Path(file).is_file():
                 try:
                     digest = hashlib.sha256(read_file(file)).hexdigest()
                 except ImageError as error:
@@ -310,6 +313,8 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
                 if text == NONE_OF_THE_CLASSES and inside:
                     text = f"{text}{OF}{inside[0]}"
                 yield HumanAnswer(file, None, None, digest, compose(text), "folder", None)
+    if unread:
+        warn(f"{len(unread)} files of {root} are not named as images and were not read, the first {unread[0]}")
 
 
 def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any) -> HumanAnswer | None:

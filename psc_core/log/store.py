@@ -323,6 +323,7 @@ _EXTENSIONS: Final = (
 )
 
 INPUT: Final = "dib"  # of inputs that came as pixels: BMP by its other name, which received files never get
+OTHER: Final = "img"  # of what has none of these signatures
 
 MEDIA_TYPES: Final = {
     "jpg": "image/jpeg",
@@ -334,7 +335,7 @@ MEDIA_TYPES: Final = {
 
 def extension_of(data: bytes) -> str:
     """Return the extension, without its dot, for the file of an image that was decoded."""
-    return next((extension for signature, extension in _EXTENSIONS if data.startswith(signature)), "img")
+    return next((extension for signature, extension in _EXTENSIONS if data.startswith(signature)), OTHER)
 
 
 def file_of(pixels: npt.NDArray[Any]) -> bytes:

@@ -162,11 +162,14 @@ def test_folders_of_images(log: Log, tmp_path: Path) -> None:
     named.mkdir(parents=True)
     (named / "3.png").write_bytes(content(3))
     (named.parent / "4.png").write_bytes(content(4))
+    (tmp_path / "cat" / "5.dib").write_bytes(content(5))  # As the log names what came as pixels.
     (tmp_path / "cat" / "notes.txt").write_text("no image")
-    labels = labels_of(log, read_answers(tmp_path))
+    with pytest.warns(UserWarning, match=r"1 files .*notes\.txt"):
+        labels = labels_of(log, read_answers(tmp_path))
     assert [(each.image_sha256, each.kind, each.label) for each in labels] == [
-        (digest(2), "cannot_tell", None), (digest(0), "label", "cat"), (digest(1), "label", "dog"),
-        (digest(4), "none_of_the_classes", None), (digest(3), "none_of_the_classes", "hedgehog"),
+        (digest(2), "cannot_tell", None), (digest(0), "label", "cat"), (digest(5), "label", "cat"),
+        (digest(1), "label", "dog"), (digest(4), "none_of_the_classes", None),
+        (digest(3), "none_of_the_classes", "hedgehog"),
     ]  # fmt: skip
 
 
