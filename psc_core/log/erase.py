@@ -53,7 +53,10 @@ def erase(log: Log, sha256: str) -> Erased:
             keys |= _forget(log, name, sha256)
     labels = 0
     for name, written in label_files(log):
-        found = read_label_file(log, name)
+        try:
+            found = read_label_file(log, name)
+        except FileNotFoundError:  # It was pruned.
+            continue
         left = [
             each for each in found if each.image_sha256 != sha256 and (each.request_id, each.image_index) not in keys
         ]
@@ -63,7 +66,7 @@ def erase(log: Log, sha256: str) -> Erased:
             if left:
                 write_labels(log, left, kept)
             if not left or kept != name:
-                log.delete(name)
+                _delete(log, [name])
     return Erased(files, labels, len(keys))
 
 
@@ -115,6 +118,9 @@ def _forget(log: Log, name: str, sha256: str) -> set[tuple[str, int]]:
     pa: Any = store.arrow()
     try:
         content = pa.BufferReader(log.get(name))
+    except FileNotFoundError:  # It was pruned.
+        return set()
+    try:
         digests = pa.parquet.read_table(content, columns=[SHA256])[SHA256].to_pylist()
         if sha256 not in digests:
             return set()

@@ -114,3 +114,23 @@ def test_old_days_go(tmp_path: Path) -> None:
     assert names == [row(4)["image_path"], "labels/part-new.parquet", "models/v1.json"]
     assert [batch["request_id"].to_pylist() for batch in read_rows(log, "m")] == [["r4"]]
     assert not (tmp_path / "model=m" / "day=2026-03-01").exists()
+
+
+def test_what_is_pruned_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, get = make_log(tmp_path, 2), Log.get
+    for _ in range(2):
+        put_rows(log, [row(1)])
+        write_labels(log, [Label(None, None, digest(1), "label", "cat", "x", TIME)])
+    gone: set[str] = set()
+
+    def pruned(log: Log, name: str) -> bytes:
+        kind = name.partition("/")[0]
+        if kind not in gone:  # The first one of rows, and of labels.
+            gone.add(kind)
+            log.delete(name)
+        return get(log, name)
+
+    monkeypatch.setattr(Log, "get", pruned)
+    done = erase(log, digest(1))
+    assert gone == {"model=m", "labels"} and done.labels == 1
+    assert all(digest(1).encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
