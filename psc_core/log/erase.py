@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, time, timedelta
+from pathlib import Path
 from threading import Event
 from typing import Any, Final
+from uuid import uuid4
 
 from psc_core.errors import DataError, UsageError
 from psc_core.log import store
@@ -17,6 +19,8 @@ from psc_core.log.store import IMAGE_INDEX, IMAGE_PATH, IMAGES, LABELS, REQUEST_
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _WRITTEN: Final = re.compile(rf"{LABELS}/written-(\d{{4}}-\d\d-\d\d)-")  # labels from which some were erased
+_LOCK: Final = "erase.lock"  # of a folder; it has no dot, or it would be removed as incomplete
+_RUNNING: Final = "erasing"  # where a bucket names those that run
 _PARTIAL_AGE: Final = timedelta(hours=1)  # the age after which an incomplete file will never be completed
 
 
@@ -42,6 +46,40 @@ def erase(log: Log, sha256: str) -> Erased:
         raise UsageError(
             f"expected a SHA-256 of 64 hexadecimal digits, got {sha256[:80]!r}; `sha256sum FILE` prints it"
         )
+    with _alone(log):
+        return _erase(log, sha256)
+
+
+@contextmanager
+def _alone(log: Log) -> Iterator[None]:
+    """Let nobody else rewrite files, who would write back what this one removed.
+
+    In a folder one waits for the other.  A bucket has no locks, so each names itself before it looks for others: of two
+    at least one sees the other, and ends.
+    """
+    if log.is_folder:
+        if not Path(log.root).is_dir():
+            raise UsageError(f"there is no folder {log.where}; give the one that psc-serve --log writes")
+        import fcntl
+
+        with Path(log.path(_LOCK)).open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        return
+    own = f"{_RUNNING}/{uuid4().hex}"
+    log.put(own, b"")
+    try:
+        if others := [name for name, _ in log.names(_RUNNING) if name != own]:
+            raise UsageError(
+                f"another psc-log delete works on {log.where}; run this one when it has ended, or, if it was killed, "
+                f"when you have removed {log.where}/{others[0]}"
+            )
+        yield
+    finally:
+        log.delete(own)
+
+
+def _erase(log: Log, sha256: str) -> Erased:
     folder = f"{IMAGES}/{sha256[:2]}"
     # Incomplete files first: one that is completed in the meantime is then found by its final name.
     files = _delete(log, (name for name, _ in log.partial(folder) if name.startswith(f"{folder}/.{sha256}")))

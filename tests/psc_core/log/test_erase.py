@@ -1,16 +1,18 @@
 """An image is removed wherever it is; what is too old goes, and nothing that a row needs."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from pyarrow import fs
 
 from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.errors import DataError, UsageError
 from psc_core.log.erase import Erased, Pruned, erase, prune
 from psc_core.log.labels import Label, label_files, read_label_file, read_labels, write_labels
-from psc_core.log.store import Log, read_rows, row_schema
+from psc_core.log.store import Log, open_log, read_rows, row_schema
 from tests.psc_core.log.support import TIME, content, digest, make_log, put_rows, row
 
 
@@ -97,6 +99,8 @@ def test_what_is_no_digest_or_no_log(tmp_path: Path) -> None:
     log.put("model=m/day=2026-03-01/part-z.parquet", b"torn")
     with pytest.raises(DataError, match="part-z"):
         erase(log, digest(1))
+    with pytest.raises(UsageError, match="no folder"):
+        erase(open_log(tmp_path / "mistyped"), digest(1))
 
 
 def test_old_days_go(tmp_path: Path) -> None:
@@ -114,6 +118,31 @@ def test_old_days_go(tmp_path: Path) -> None:
     assert names == [row(4)["image_path"], "labels/part-new.parquet", "models/v1.json"]
     assert [batch["request_id"].to_pylist() for batch in read_rows(log, "m")] == [["r4"]]
     assert not (tmp_path / "model=m" / "day=2026-03-01").exists()
+
+
+def test_images_erased_at_the_same_time_are_all_erased(tmp_path: Path) -> None:
+    """Each rewrites the files that the other has read."""
+    log = make_log(tmp_path, 6)
+    for _ in range(20):
+        put_rows(log, [row(index) for index in range(6)])
+    write_labels(log, [Label(None, None, digest(n), "label", "cat", "x", TIME) for n in range(6)])
+    with ThreadPoolExecutor(4) as pool:
+        done = list(pool.map(lambda n: erase(log, digest(n)), range(4)))
+    assert done == [Erased(files=1, labels=1, rows=1)] * 4
+    left = [sha256 for batch in read_rows(log, "m") for sha256 in batch["image_sha256"].to_pylist() if sha256]
+    assert {*left} == {digest(4), digest(5)}
+
+
+def test_in_a_bucket_a_second_one_is_refused(tmp_path: Path) -> None:
+    make_log(tmp_path / "log", 2)
+    (tmp_path / "log" / "erasing").mkdir()  # A bucket has no folders to make.
+    bucket = Log("s3://bucket/log", fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "log")
+    bucket.put("erasing/other", b"")
+    with pytest.raises(UsageError, match="s3://bucket/log/erasing/other"):
+        erase(bucket, digest(1))
+    bucket.delete("erasing/other")
+    assert erase(bucket, digest(1)) == Erased(files=1, rows=1)
+    assert [name for name, _ in bucket.names("erasing")] == []
 
 
 def test_what_is_pruned_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
