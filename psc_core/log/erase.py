@@ -12,7 +12,7 @@ from threading import Event
 from typing import Any, Final
 from uuid import uuid4
 
-from psc_core.errors import DataError, UsageError
+from psc_core.errors import UsageError
 from psc_core.log import store
 from psc_core.log.labels import label_files, read_label_file, write_labels
 from psc_core.log.store import IMAGE_INDEX, IMAGE_PATH, IMAGES, LABELS, REQUEST_ID, SHA256, Log
@@ -155,16 +155,14 @@ def _forget(log: Log, name: str, sha256: str) -> set[tuple[str, int]]:
     """Clear the digest and path in one file's rows of an image; return the requests and positions of these rows."""
     pa: Any = store.arrow()
     try:
-        content = pa.BufferReader(log.get(name))
+        with store.naming_damage(log, name, "rows"):
+            content = pa.BufferReader(log.get(name))
+            digests = pa.parquet.read_table(content, columns=[SHA256])[SHA256].to_pylist()
+            if sha256 not in digests:
+                return set()
+            table = pa.parquet.read_table(content)
     except FileNotFoundError:  # It was pruned.
         return set()
-    try:
-        digests = pa.parquet.read_table(content, columns=[SHA256])[SHA256].to_pylist()
-        if sha256 not in digests:
-            return set()
-        table = pa.parquet.read_table(content)
-    except (pa.ArrowInvalid, KeyError) as error:
-        raise DataError(f"{log.where}/{name} is not a file of rows ({error}); remove it and run again") from error
     at = [row for row, digest in enumerate(digests) if digest == sha256]
     for column in (SHA256, IMAGE_PATH):
         cells = table[column].to_pylist()

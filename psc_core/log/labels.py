@@ -92,11 +92,9 @@ def label_files(log: Log) -> list[tuple[str, datetime]]:
 
 def read_label_file(log: Log, name: str) -> list[Label]:
     pa = store.arrow()
-    try:
+    with store.naming_damage(log, name, "labels"):
         table = pa.parquet.read_table(pa.BufferReader(log.get(name)), schema=store.label_schema())
         return [Label(**row) for row in table.to_pylist()]
-    except (pa.ArrowException, TypeError) as error:
-        raise DataError(f"{log.where}/{name} is not a file of labels ({error}); remove it") from error
 
 
 def write_labels(log: Log, labels: Iterable[Label], name: str | None = None) -> None:

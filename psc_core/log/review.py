@@ -25,9 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from psc_core.answers import ACCEPT
-from psc_core.errors import DataError
 from psc_core.log import store
-from psc_core.log.labels import CANNOT_TELL, LABEL, Labels, label_files, label_keys, row_keys
+from psc_core.log.labels import CANNOT_TELL, LABEL, Labels, label_files, label_keys, read_label_file, row_keys
 from psc_core.log.store import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, Log
 
 MAX_CANDIDATES: Final = 100_000  # maximum number of a model's images that are considered, the newest ones
@@ -299,7 +298,9 @@ def _labels(log: Log, names: Sequence[str]) -> Iterator[tuple[int, _Label]]:
         paths = [log.path(name) for name in names]
         files = pa.dataset.dataset(paths, filesystem=log.files, format="parquet", schema=store.label_schema())
         labels = files.to_table(columns=["model", REQUEST_ID, IMAGE_INDEX, SHA256, "time", "kind", "label"])
-    except pa.ArrowException as error:
-        raise DataError(f"{log.where} has a file of labels that cannot be read ({error}); remove it") from error
+    except (pa.ArrowException, OSError):
+        for name in names:
+            read_label_file(log, name)  # It names a damaged file.
+        raise
     for *named, at, kind, label in zip(*(column.to_pylist() for column in labels), strict=True):
         yield from ((hash(key), (at, kind, label)) for key in label_keys(*named))

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -290,19 +291,29 @@ def find_row(log: Log, request_id: str, image_index: int) -> dict[str, Any] | No
     return None
 
 
+@contextmanager
+def naming_damage(log: Log, name: str, of: str) -> Iterator[None]:
+    """Turn the errors of a block that reads a damaged file into a :class:`.DataError` that names it."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (arrow().ArrowException, OSError, KeyError, TypeError) as error:
+        if isinstance(error, OSError):
+            log.get(name)  # It raises where the place is to blame, and not the file.
+        raise DataError(f"{log.where}/{name} is not a file of {of} ({error}); remove it") from error
+
+
 def rows_of_file(log: Log, name: str, wanted: Any, columns: Sequence[str] = (), without: str = "") -> Iterator[Any]:
     """Yield the rows of one file that match a ``pyarrow.dataset`` filter, as :func:`read_rows` does."""
-    pa = arrow()
-    try:
+    with naming_damage(log, name, "rows"):
         # Each file is its own data set, because a data set of several files would have only the columns of the first.
-        file = pa.dataset.dataset(log.path(name), filesystem=log.files, format="parquet")
+        file = arrow().dataset.dataset(log.path(name), filesystem=log.files, format="parquet")
         names = file.schema.names
         known = {*names, *row_schema(()).names} - {without}
         some = [each for each in columns or names if each in known]
         batches = file.to_batches(columns=some, filter=wanted, batch_size=_BATCH)
         yield from (batch for batch in batches if batch.num_rows)
-    except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
-        raise DataError(f"{log.where}/{name} is not a file of rows ({error}); remove it") from error
 
 
 def _scan(log: Log, model: str, days: Sequence[str], wanted: Any, columns: Sequence[str]) -> Iterator[Any]:

@@ -17,6 +17,9 @@ from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.errors import DataError, UsageError
 from psc_core.images.decode import DEFAULT_MAX_PIXELS, IMAGE_FORMATS
 from psc_core.images.preprocess import PRESETS
+from psc_core.log.erase import erase
+from psc_core.log.labels import Label, read_labels, write_labels
+from psc_core.log.review import ReviewQueue
 from psc_core.log.store import (
     INPUT,
     Log,
@@ -39,7 +42,7 @@ from psc_core.log.store import (
     scores_in,
 )
 from tests.logged import Logged, png, write_log
-from tests.psc_core.log.support import CLASSES, add_values, digest, make_log, put_rows, row
+from tests.psc_core.log.support import CLASSES, TIME, add_values, digest, make_log, put_rows, row
 
 
 def test_files_of_a_folder(tmp_path: Path) -> None:
@@ -182,6 +185,24 @@ def test_damaged_rows_are_named(tmp_path: Path) -> None:
     log.put("model=m/day=2026-03-01/part-z.parquet", b"PAR1 torn")
     with pytest.raises(DataError, match=r"part-z\.parquet is not a file of rows"):
         list(read_rows(log, "m"))
+
+
+def test_files_with_damaged_pages_are_named(tmp_path: Path) -> None:
+    """Their footer is whole, so pyarrow opens them."""
+    log = make_log(tmp_path, 200)
+    write_labels(log, [Label(f"r{n}", 0, digest(n), "label", "cat", "x", TIME) for n in range(200)])
+    for folder in ("model=m", "labels"):
+        ((name, _),) = log.names(folder)
+        content = bytearray(log.get(name))
+        content[100 : len(content) // 3] = bytes(len(content) // 3 - 100)
+        log.put(name, bytes(content))
+        reads = {
+            "model=m": [lambda: list(read_rows(log, "m")), lambda: erase(log, digest(1))],
+            "labels": [lambda: read_labels(log), lambda: ReviewQueue(log).newest(9, 9.0, ["accept"], None)],
+        }
+        for read in reads[folder]:
+            with pytest.raises(DataError, match=f"{name} is not a file of"):
+                read()
 
 
 @pytest.mark.parametrize("name", IMAGE_FORMATS)
