@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -13,7 +14,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.responses import StreamingResponse
 
-from app.errors import ImageConflict, MalformedRequest, UnknownImage, UnusableLabel, responses
+from app.errors import DeadlineExceeded, ImageConflict, MalformedRequest, UnknownImage, UnusableLabel, responses
 from app.http.body import load_json, parse, parse_query, query_parameters, read_json_body
 from app.http.model import ClassNames, PredictedNumber, TaskName
 from app.log import LogWriter
@@ -63,15 +64,28 @@ def logged_image(writer: LogWriter, name: str) -> tuple[Any, int]:
 
 def _row(writer: LogWriter, label: Label) -> dict[str, Any]:
     key = label.request_id or "", label.image_index or 0
-    row = find_row(writer.log, *key)
+    searched: dict[str, str] = {}
+    row, is_over = _search(writer, key, searched)
     if row is None and writer.flush(writer.search_seconds):
-        row = find_row(writer.log, *key)
+        row, is_over = _search(writer, key, searched)
+    if row is None and is_over:
+        raise DeadlineExceeded(
+            f"no row of image {key[1]} of request {key[0]!r} was found back to "
+            f"{next(reversed(searched.values()), 'today')}, when the time was over; give labels of older images to "
+            "psc-log import"
+        )
     if row is None:
         raise UnknownImage(
             f"the log has no row of image {key[1]} of request {key[0]!r}; it was not drawn (log_rows), or another "
             "replica still holds it: try again after log_flush_seconds"
         )
     return row
+
+
+def _search(writer: LogWriter, key: tuple[str, int], searched: dict[str, str]) -> tuple[dict[str, Any] | None, bool]:
+    """Return the row, and whether the time is over."""
+    ends = time.monotonic() + writer.search_seconds
+    return find_row(writer.log, *key, ends, searched), time.monotonic() > ends
 
 
 class Feedback(BaseModel):

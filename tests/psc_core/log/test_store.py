@@ -168,6 +168,12 @@ def test_find_row(tmp_path: Path) -> None:
     log = make_log(tmp_path)
     assert find_row(log, "r2", 0) == {"image_sha256": digest(2), "bundle_version": "v1", "model": "m"}
     assert find_row(log, "r2", 1) is None and find_row(log, "r", 0) is None
+    put_rows(log, [row(8)], day="2026-03-02")
+    searched: dict[str, str] = {}
+    assert find_row(log, "r2", 0, ends=0.0, searched=searched) is None and searched == {}
+    assert find_row(log, "r", 0, searched=searched) is None
+    assert [*searched.values()] == ["2026-03-02", "2026-03-01"]
+    assert find_row(log, "r2", 0, searched=searched) is None  # No file is read twice.
 
 
 def test_a_model_is_named_where_there_are_several(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """``POST /feedback``: a label comes into the log, checked against the row that it is on."""
 
 import hashlib
+import time
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from psc_core.log.store import Log, open_log, read_rows
 from psc_core.model import FittedModel
 from tests.app.fakes import FakeModel, FakePipelineWithChecks, FakeValueModel, png
 from tests.app.support import PNG, Running, running
+from tests.psc_core.log.support import put_rows, row
 
 pytestmark = pytest.mark.anyio
 
@@ -127,6 +131,29 @@ async def test_keys_of_its_own(tmp_path: Path, method: str, path: str, body: dic
         assert (await app.client.request(method, path, **body)).status_code == 403
     async with running(feedback_keys="reviewer") as app:
         assert (await app.client.request(method, path, headers=KEY, **body)).status_code == 404
+
+
+async def test_a_label_of_an_old_image_does_not_hold_up_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row may be there, so this is another answer than that of an image without a row."""
+    async with running(log=str(tmp_path), **KEYS) as app:
+        old = await predict(app, 0)
+        assert (await give(app, request_id=old, label="dark"))[0] == 200
+        for number in range(20):
+            put_rows(open_log(tmp_path), [row(number, image_path=None)], day="2100-01-01")
+        read = Log.names
+
+        def slowly(log: Log, folder: str = "", *, suffix: str = "") -> Iterator[tuple[str, datetime]]:
+            for each in read(log, folder, suffix=suffix):
+                time.sleep(0.05)
+                yield each
+
+        monkeypatch.setattr(Log, "names", slowly)
+        assert app.service.log is not None
+        app.service.log.search_seconds = 0.3
+        status, problem = await give(app, request_id=old, label="dark")
+        assert status == 504 and "2100-01-01" in problem["detail"] and "psc-log import" in problem["detail"]
 
 
 BETWEEN = 64  # Between two classes: ambiguous.
