@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import PurePosixPath
 from typing import Any, Final, Self
 
@@ -47,11 +47,17 @@ def add_label(writer: LogWriter, label: Label) -> Label:
     return checked
 
 
-def to_review(writer: LogWriter, query: _ReviewQuery) -> tuple[list[Unreviewed], dict[str, LoggedModel]]:
-    """Return the newest logged images that have no label, and their models by version."""
+def to_review(writer: LogWriter, query: _ReviewQuery) -> tuple[list[Unreviewed], dict[str, LoggedModel], date | None]:
+    """Return the newest logged images without a label, their models by version, and how far back the search came."""
     writer.flush(writer.search_seconds)
     found = writer.review.newest(query.limit, writer.search_seconds, query.decision.split(","), query.model)
-    return found, {each: read_model(writer.log, each) for each in {image.row["bundle_version"] for image in found}}
+    models = {each: read_model(writer.log, each) for each in {image.row["bundle_version"] for image in found}}
+    return found, models, writer.review.back_to
+
+
+def count_checked(writer: LogWriter, name: str, version: str, since: datetime) -> CheckedDocument:
+    checked, right = writer.review.checked(name, version, since, writer.search_seconds)
+    return CheckedDocument(checked=checked, right=right, back_to=writer.review.back_to)
 
 
 def logged_image(writer: LogWriter, name: str) -> tuple[Any, int]:
@@ -192,11 +198,15 @@ class ReviewedModel(Document):
     target: PredictedNumber
 
 
+_BACK_TO: Final = "The day back to which the log was searched, where there was no time for all of it; else null."
+
+
 class ReviewDocument(Document):
     """Images for people to review."""
 
     images: list[ImageToReview] = Field(description="The images, the newest first.")
     models: dict[str, ReviewedModel] = Field(description="Their models, by `bundle_version`.")
+    back_to: date | None = Field(description=_BACK_TO)
 
 
 class _ReviewQuery(BaseModel):
@@ -225,12 +235,12 @@ async def images(request: Request) -> ReviewDocument:
     """
     service = service_to("feedback", request)
     query = parse_query(_ReviewQuery, request)
-    found, models = await service.search_log(lambda log: to_review(log, query))
+    found, models, back_to = await service.search_log(lambda log: to_review(log, query))
     reviewed = {
         version: ReviewedModel(task=each.task.name, classes=list(each.classes), target=each.task.number())
         for version, each in models.items()
     }
-    return ReviewDocument(images=[_image(each, models) for each in found], models=reviewed)
+    return ReviewDocument(images=[_image(each, models) for each in found], models=reviewed, back_to=back_to)
 
 
 class CheckedDocument(Document):
@@ -238,6 +248,7 @@ class CheckedDocument(Document):
 
     checked: int = Field(description="Their number, of the model as it is served now, in the last seven days.")
     right: int = Field(description="Those with the label that was answered.")
+    back_to: date | None = Field(description=_BACK_TO)
 
 
 @review_router.get("/models/{name}/checked", summary="Checked answers", responses=responses(404))
@@ -245,8 +256,7 @@ async def checked(request: Request, name: str) -> CheckedDocument:
     """Count the accepted images of the random sample that people have labelled, but for `cannot_tell`."""
     service = service_to("feedback", request)
     version, since = service.registry.get(name).model.version, datetime.now(UTC) - timedelta(days=7)
-    found = await service.search_log(lambda log: log.review.checked(name, version, since, log.search_seconds))
-    return CheckedDocument(checked=found[0], right=found[1])
+    return await service.search_log(lambda log: count_checked(log, name, version, since))
 
 
 @review_router.get(

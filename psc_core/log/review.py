@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
 from itertools import chain, groupby, islice, zip_longest
 from typing import Any, Final
 
@@ -216,12 +216,16 @@ class ReviewQueue:
         self._log = log
         self._read: set[str] = set()
         self._last: dict[int, _Label] = {}  # by the hashes of the keys of reviewed images
+        self.back_to: date | None = None  # the day that the last search came to when its time was over, if it was
 
     def newest(self, limit: int, seconds: float, decisions: Sequence[str], model: str | None) -> list[Unreviewed]:
-        """Return the newest unreviewed images, each once; after so many ``seconds`` no further file is opened."""
+        """Return the newest unreviewed images, each once; after so many ``seconds`` no further file is opened.
+
+        Then :attr:`back_to` says how far back those are that were searched, as it does of :meth:`checked`.
+        """
         self._read_labels(ends := time.monotonic() + seconds)
         found: dict[str, Unreviewed] = {}
-        for each in _stored(self._log, ends, decisions, model):
+        for each in self._stored(ends, decisions, model):
             if self._label(each) is None and store.is_stored(each.row[SHA256], each.row[IMAGE_PATH]):
                 found.setdefault(each.row[SHA256], each)
             if len(found) >= limit:
@@ -239,13 +243,37 @@ class ReviewQueue:
         """Return how many accepted images of the random sample people could label, and how many answers were right."""
         self._read_labels(ends := time.monotonic() + seconds)
         found: dict[str, bool] = {}
-        for each in _stored(self._log, ends, [ACCEPT], model):
+        for each in self._stored(ends, [ACCEPT], model, since.date()):
             if each.row["time"] < since:
                 break
             _, kind, label = self._label(each) or (None, CANNOT_TELL, None)
             if kind != CANNOT_TELL and each.row["bundle_version"] == version and each.row["label"] is not None:
                 found.setdefault(each.row[SHA256], kind == LABEL and label == each.row["label"])
         return len(found), sum(found.values())
+
+    def _stored(
+        self, ends: float, decisions: Sequence[str], model: str | None, first: date = date.min
+    ) -> Iterator[Unreviewed]:
+        """Yield logged images with these decisions, those of the last files first; of accepted ones a sample."""
+        pa: Any = store.arrow()
+        ds, self.back_to = pa.dataset, None
+        wanted = ds.field("decision").isin(decisions) & ((ds.field("decision") != ACCEPT) | ds.field("sampled"))
+        wanted &= ds.field(IMAGE_PATH).is_valid() & ds.field(SHA256).is_valid()
+        for name, of in _files(self._log):
+            if (day := date.fromisoformat(name.partition("/day=")[2][:10])) < first:
+                return
+            if time.monotonic() > ends:
+                self.back_to = day
+                return
+            if model not in (None, of):
+                continue
+            if not (batches := list(store.rows_of_file(self._log, name, wanted, without="probabilities"))):
+                continue
+            table = pa.Table.from_batches(batches).sort_by([("time", "descending")])
+            scores = store.scores_in(table.schema)
+            for start in range(0, len(table), _CHUNK):
+                rows = table.slice(start, _CHUNK).to_pylist()
+                yield from (Unreviewed(of, row, {score: row.pop(score) for score in scores}, name) for row in rows)
 
     def _label(self, image: Unreviewed) -> _Label | None:
         keys = row_keys(image.model, *(image.row[name] for name in (REQUEST_ID, IMAGE_INDEX, SHA256)))
@@ -262,25 +290,6 @@ class ReviewQueue:
             for key, label in _labels(self._log, names):
                 self._last[key] = max(label, self._last.get(key, label))
             self._read.update(names)
-
-
-def _stored(log: Log, ends: float, decisions: Sequence[str], model: str | None) -> Iterator[Unreviewed]:
-    """Yield logged images with these decisions, the files that were written last first; of accepted ones a sample."""
-    pa: Any = store.arrow()
-    ds = pa.dataset
-    wanted = ds.field("decision").isin(decisions) & ((ds.field("decision") != ACCEPT) | ds.field("sampled"))
-    wanted &= ds.field(IMAGE_PATH).is_valid() & ds.field(SHA256).is_valid()
-    for name, of in _files(log):
-        if time.monotonic() > ends:
-            return
-        batches = list(store.rows_of_file(log, name, wanted, without="probabilities")) if model in (None, of) else []
-        if not batches:
-            continue
-        table = pa.Table.from_batches(batches).sort_by([("time", "descending")])
-        scores = store.scores_in(table.schema)
-        for start in range(0, len(table), _CHUNK):
-            rows = table.slice(start, _CHUNK).to_pylist()
-            yield from (Unreviewed(of, row, {score: row.pop(score) for score in scores}, name) for row in rows)
 
 
 def _files(log: Log) -> Iterator[tuple[str, str]]:

@@ -85,10 +85,10 @@ async function checked({ name, feedback, task, policy }) {
   if (!feedback) return "Nobody can check answers, because the service keeps no log. Start it with --log.";
   if (task !== "classification") return "Not counted for a model that predicts a number.";
   try {
-    const { checked, right } = await getChecked(name);
+    const { checked, right, back_to: day } = await getChecked(name);
     const promise = policy.risk ? ` At most ${atMost(policy.risk).join(" in ")} accepted answers should be wrong.` : "";
-    if (checked === 0) return `No accepted answer was checked in the last seven days. Label spot checks in the review queue.${promise}`;
-    return `${right} of ${checked} checked answers were right.${promise} Checked are accepted images of the last seven days, drawn at random.`;
+    if (checked === 0) return `No accepted answer was checked ${day ? `since ${day}` : "in the last seven days"}. Label spot checks in the review queue.${promise}`;
+    return `${right} of ${checked} checked answers were right.${promise} Checked are accepted images ${day ? `since ${day}` : "of the last seven days"}, drawn at random.`;
   } catch ({ status, message }) {
     return status === 401 ? "Enter your reviewer key in the review queue to see it." : message;
   }

@@ -21,6 +21,7 @@ const field = element("label");
 
 let queue = []; // {image, model, answer: null or {words, isSaved}, picture: a promise, shown: when}
 let current = null; // the one in front
+let backTo = null; // the day back to which the service looked for images, if it had no time for all
 let answered = []; // the images with an answer, the last one last
 let sending = Promise.resolve(); // One label after the other, because the last one on an image counts.
 let unsaved = 0; // labels
@@ -45,9 +46,10 @@ async function look() {
   try {
     await sending;
     const decision = element("review-reason").value || Object.keys(DECISIONS);
-    const { images, models } = await getUnreviewed(decision, element("review-model").value);
+    const { images, models, back_to: day } = await getUnreviewed(decision, element("review-model").value);
     if (latest !== own) return; // Another choice was made meanwhile.
     element("review-key-form").hidden = true;
+    backTo = day;
     queue = images.map((image) => ({ image, model: models[image.bundle_version], answer: null }));
     turnTo(queue[0]);
     if (current === null) element("review-again").focus();
@@ -210,7 +212,8 @@ function progress() {
   const done = queue.filter((item) => item.answer?.isSaved).length;
   const last = answered.at(-1)?.answer.words;
   element("review-status").parentElement.style.setProperty("--done", done / queue.length || 0);
-  if (queue.length === 0) say(`${answered.length > 0 ? `${answered.length} done. ` : ""}No logged image waits for a label.`);
+  const none = backTo ? `No image since ${backTo} waits for a label. Older images are found by psc-log review.` : "No logged image waits for a label.";
+  if (queue.length === 0) say(`${answered.length > 0 ? `${answered.length} done. ` : ""}${none}`);
   else say(`${done} of ${queue.length} done${unsaved ? `, saving ${unsaved}` : ""}${last ? `, last: ${last}` : ""}`);
   isCounting = true;
 }

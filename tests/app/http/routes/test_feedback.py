@@ -197,7 +197,7 @@ async def test_images_are_shown_until_they_are_reviewed(tmp_path: Path) -> None:
         assert [each["model"] for each in (await shown(app))["images"]] == ["v"]
         assert await app.metric('psc_feedback_total{kind="none_of_the_classes"}') == 1
         erase(open_log(tmp_path), value["image_sha256"])
-        assert await shown(app) == {"images": [], "models": {}}
+        assert await shown(app) == {"images": [], "models": {}, "back_to": None}
         for file in (value["file"], "x.png", f"{'0' * 64}.png", "..%2F..%2Flabels"):
             answer = await app.client.get(f"/feedback/images/{file}", headers=KEY)
             assert answer.status_code == 404, file
@@ -231,6 +231,7 @@ async def test_the_sample_of_accepted_images_is_listed_if_asked_for_and_counted_
 
         async def counts(model: str) -> tuple[int, int]:
             answer = await app.client.get(f"/models/{model}/checked", headers=KEY)
+            assert answer.json()["back_to"] is None
             return answer.json()["checked"], answer.json()["right"]
 
         assert await counts("m") == await counts("v") == (0, 0)
@@ -244,6 +245,23 @@ async def test_the_sample_of_accepted_images_is_listed_if_asked_for_and_counted_
         assert await counts("m") == (3, 2)
         await give(app, request_id=number, label=30)
         assert await counts("v") == (0, 0)  # Of a number, nothing is simply right.
+
+
+async def test_a_search_that_had_no_time_for_all_says_so(tmp_path: Path) -> None:
+    async with running(**settings(tmp_path)) as app:
+        put_rows(open_log(tmp_path), [row(1, decision="abstain_ood")])
+        assert app.service.log is not None
+        app.service.log.search_seconds = 0.0
+        assert await shown(app) == {"images": [], "models": {}, "back_to": "2026-03-01"}
+
+        async def checked() -> dict[str, Any]:
+            answer = await app.client.get("/models/m/checked", headers=KEY)
+            found: dict[str, Any] = answer.json()
+            return found
+
+        assert await checked() == {"checked": 0, "right": 0, "back_to": None}  # Of the last seven days there is none.
+        put_rows(open_log(tmp_path), [row(2)], day="2100-01-01")
+        assert await checked() == {"checked": 0, "right": 0, "back_to": "2100-01-01"}
 
 
 async def test_a_damaged_log_shows_no_images(tmp_path: Path) -> None:
