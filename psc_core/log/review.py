@@ -51,7 +51,7 @@ class ReviewImage:
 def review(
     log: Log, labels: Labels, *, model: str | None = None, sampled: bool = False, limit: int = 200
 ) -> list[ReviewImage]:
-    names = store.models_in(log) if model is None else [model]
+    names = store.models_in(log) if model is None else [store.logged_model(log, model)]
     groups = chain.from_iterable(_groups(log, labels, name, sampled) for name in names)
     turns = zip_longest(*(_ordered(log, *group, sampled) for group in groups))
     seen: set[str] = set()

@@ -36,7 +36,7 @@ def test_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["review", "LOG"], "nothing to write"),
-        (["review", "LOG", "--out", "x.json", "--model", "other"], "no logged image"),
+        (["review", "LOG", "--out", "x.json", "--model", "other"], "no rows of model other"),
         (["delete", "LOG", "ab"], "64 hexadecimal digits"),
         (["import", "LOG", "missing.csv"], "is not a file"),
         (["prune", "gs://x/y", "--days", "1"], "expected a folder or s3://"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from psc_core.answers import CLASSIFICATION_SCORES
-from psc_core.errors import DataError
+from psc_core.errors import DataError, UsageError
 from psc_core.log.labels import CANNOT_TELL, Label, Labels, labels_of, read_answers, write_labels
 from psc_core.log.review import (
     DIVERSE,
@@ -82,7 +82,8 @@ def test_labelled_and_repeated_images_are_skipped(tmp_path: Path) -> None:
     labels = Labels([Label("r0", 0, None, "cannot_tell", None, "x", TIME)])
     assert sorted(ids(review(log, labels))) in (["r1", "r2", "r90"], ["r2", "r8", "r90"])
     assert ids(review(log, labels, model="v")) == ["r90"]
-    assert review(log, labels, model="none") == []
+    with pytest.raises(UsageError, match="no rows of model none; it has m, v"):
+        review(log, labels, model="none")
     again = Labels([Label("r1", 0, digest(1), "cannot_tell", None, "x", TIME, model="m")])
     assert sorted(ids(review(log, again))) == ["r0", "r2", "r90"]  # Nor the same bytes, in r8.
 
