@@ -63,6 +63,7 @@ class Range:
 POSITIVE: Final = Range("a positive integer", int, 0)
 WHOLE: Final = Range("0 or a positive integer", int, -1)
 SEED: Final = Range("a whole number from 0 to 2**63 - 1", int, -1, 1 << 63)
+DAYS: Final = Range("a number of days from 1 to 36500", int, 0, 36_501)
 POSITIVE_NUMBER: Final = Range("a number above 0", float, 0)
 FRACTION: Final = Range("a number between 0 and 1", float, 0, 1)
 positive, whole, positive_number = POSITIVE.parse, WHOLE.parse, POSITIVE_NUMBER.parse

@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     command = add("delete", delete, "remove an image: its file, its labels, and its digest and path in all rows")
     command.add_argument("sha256", metavar="SHA256", help="SHA-256 of the image's file, as sha256sum prints it")
     command = add("prune", prune_log, "remove everything older than a number of days")
-    command.add_argument("--days", type=settings.positive, required=True, metavar="N", help="number of days to keep")
+    command.add_argument("--days", type=settings.DAYS.parse, required=True, metavar="N", help="number of days to keep")
     return cli
 
 
