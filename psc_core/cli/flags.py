@@ -54,9 +54,11 @@ def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser
     try:
         main(args)
     except (PSCError, OSError) as error:  # OSError: a full disk, a folder that may not be written to.
-        is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename
-        where = f"; free space in {tempfile.gettempdir()}, or set TMPDIR to a folder with more" if is_full else ""
-        print(f"{cli.prog}: {error}{where}", file=sys.stderr)
+        remedy = ""
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            elsewhere = f"where the results go and in {tempfile.gettempdir()}, or set TMPDIR to a folder with more"
+            remedy = f"; free space {'there' if error.filename else elsewhere}"
+        print(f"{cli.prog}: {error}{remedy}", file=sys.stderr)
         return ExitCode.BAD_INPUT
     except KeyboardInterrupt:
         print(f"{cli.prog}: interrupted", file=sys.stderr)

@@ -239,8 +239,10 @@ def _put_local(path: Path, data: Any, *, synced: bool) -> None:
             if synced:
                 os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # A write does not say where it was.
+            error.filename = str(path)
         raise
 
 

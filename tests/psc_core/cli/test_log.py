@@ -1,4 +1,6 @@
 import csv
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,20 @@ def test_bad_usage_is_said_in_one_line(
     assert main([str(tmp_path) if each == "LOG" else each for each in arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_full_disk_of_the_log_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write alone does not say where it was, and the folder of temporary files is not to blame."""
+    make_log(tmp_path / "log", 1)
+    (tmp_path / "x.csv").write_text("request_id,image_index,label\nr0,0,cat\n")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr("tempfile.tempdir", "/temporary")
+    assert main(["import", str(tmp_path / "log"), str(tmp_path / "x.csv")]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / "log" / "labels") in error and "/temporary" not in error
