@@ -24,6 +24,7 @@ from psc_core.settings import FRACTION, open_unit_interval, positive_number
 _EXAMPLE = """examples:
   psc-log review LOG --out tasks.json --limit 200      (tasks for Label Studio, in the order of use)
   psc-log import LOG labels.json                       (its export; or a CSV, or a folder for each class)
+  psc-log rename LOG OLD NEW                           (a class that is called otherwise now)
   psc-log delete LOG SHA256                            (one image, wherever it is)
   psc-log prune LOG --days 180                         (everything older)
 LOG is what psc-serve --log names: a folder, or s3://BUCKET/PREFIX.
@@ -64,6 +65,10 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("labels", type=Path, help=text)
     text = "model whose images to label (default: each one that has the image and the class)"
     command.add_argument("--model", metavar="NAME", help=text)
+    command = add("rename", rename_class, "label images of a class again, which has another name now or was dropped")
+    command.add_argument("old", metavar="OLD", help="class that the labels name")
+    command.add_argument("new", metavar="NEW", help="class that they name from now on, or none_of_the_classes")
+    command.add_argument("--model", metavar="NAME", help="model whose labels to change (default: the only one)")
     command = add("delete", delete, "remove an image: its file, its labels, and its digest and path in all rows")
     command.add_argument("sha256", metavar="SHA256", help="SHA-256 of the image's file, as sha256sum prints it")
     command = add("prune", prune_log, "remove everything older than a number of days")
@@ -141,6 +146,17 @@ def import_labels(args: argparse.Namespace) -> None:
         raise UsageError(f"{args.labels} has no answer; label some images and export them again")
     write_labels(log, labels)
     print(f"{args.log}: {len(labels)} labels added")
+
+
+def rename_class(args: argparse.Namespace) -> None:
+    from psc_core.log.labels import rename
+    from psc_core.log.store import logged_model, open_log
+
+    log = open_log(args.log)
+    model = logged_model(log, args.model)
+    if not (count := rename(log, model, args.old, args.new)):
+        raise UsageError(f"{args.log} has no image of {model} with the label {args.old}; check its spelling")
+    print(f"{args.log}: {count} labels {args.old} are {args.new} now")
 
 
 def delete(args: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -76,6 +76,10 @@ class Labels:
             for key in label_keys(label.model, label.request_id, label.image_index, label.image_sha256)
         }
 
+    def last(self) -> set[Label]:
+        """Return those that are the last on a row or an image."""
+        return {*self._last.values()}
+
     def of(self, model: str, request_id: str, image_index: int, image_sha256: str | None) -> Label | None:
         keys = row_keys(model, request_id, image_index, image_sha256)
         return max((self._last[key] for key in keys if key in self._last), key=lambda each: each.time, default=None)
@@ -102,6 +106,22 @@ def write_labels(log: Log, labels: Iterable[Label], name: str | None = None) -> 
     sink = pa.BufferOutputStream()
     pa.parquet.write_table(pa.Table.from_pylist([vars(label) for label in labels], schema=store.label_schema()), sink)
     log.put(name or store.labels_path(), sink.getvalue())
+
+
+def rename(log: Log, model: str, old: str, new: str) -> int:
+    """Label a model's images of the class ``old`` again, and return the number of labels.
+
+    ``new`` is what the class is called now, or :data:`NONE_OF_THE_CLASSES`, which keeps the name.
+    """
+    of_old = (each for each in read_labels(log).last() if (each.kind, each.label) == (LABEL, compose(old)))
+    kind, text = (new, compose(old)) if new == NONE_OF_THE_CLASSES else (LABEL, compose(new))
+    later = timedelta(microseconds=1)  # What was said since then, of the same image in another request, still counts.
+    found = [
+        replace(each, kind=kind, label=text, time=each.time + later) for each in of_old if each.model in (model, None)
+    ]
+    if found:
+        write_labels(log, found)
+    return len(found)
 
 
 def join_labels(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any]:

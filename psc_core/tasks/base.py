@@ -460,8 +460,8 @@ class Task(BaseModel, ABC):
         position, labels = {label: index for index, label in enumerate(data.classes)}, [*map(compose, labels)]
         if odd := sorted({*labels} - {*position}):
             raise DataError(
-                f"labels of {data.name} are no classes of the model: {join_names(odd, 10)}; review these images again, "
-                "or calibrate a bundle that has these classes"
+                f"labels of {data.name} are no classes of the model: {join_names(odd, 10)}; say what each is now by "
+                "psc-log rename LOG OLD NEW, or calibrate a bundle that has these classes"
             )
         return replace(data, labels=torch.tensor([position[label] for label in labels]))
 

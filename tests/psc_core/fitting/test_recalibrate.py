@@ -27,6 +27,7 @@ from psc_core.calibrate import (
     with_class,
 )
 from psc_core.cli.fit import main as fit
+from psc_core.cli.log import main as log_cli
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
 from psc_core.errors import DataError, UsageError
@@ -34,7 +35,16 @@ from psc_core.evaluation.classification import ClassificationEvaluator
 from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import PRESETS
 from psc_core.log.labels import label_files, read_label_file, write_labels
-from psc_core.log.sample import LoggedLabel, Sample, read_named, read_outside, read_sample, read_unknown, reviewed_of
+from psc_core.log.sample import (
+    LoggedLabel,
+    Sample,
+    read_named,
+    read_outside,
+    read_sample,
+    read_unknown,
+    reviewed_of,
+    unknown_of,
+)
 from psc_core.log.store import Log, open_log
 from psc_core.model import PSC, FittedModel, load_model
 from psc_core.pipeline import Pipeline
@@ -339,6 +349,19 @@ def test_labels_that_do_not_count_are_told(model: FittedModel, tmp_path: Path) -
     assert f"{reviewed} of a class ({labelled} have a label; of each day, in the order of" in sample.summary()
 
 
+def test_labels_of_a_class_that_was_renamed_or_dropped_can_be_used_again(model: FittedModel, tmp_path: Path) -> None:
+    labels = ["one"] * 3 + ["upside down"] * 2 + ["1"]
+    log = write_log(tmp_path, [Logged(picture(i), "label", label) for i, label in enumerate(labels)])
+    with pytest.raises(DataError, match=r"one, upside down; .* psc-log rename"):
+        read_sample(log, model)
+    for old, new in (("one", "1"), ("upside down", "none_of_the_classes")):
+        assert log_cli(["rename", str(tmp_path), old, new]) == 0
+    sample = read_sample(log, model)
+    assert sample.of_class.first_labels().tolist() == [1] * 4 and len(sample.others["none_of_the_classes"]) == 2
+    assert {image.label for image in unknown_of(log, model)} == {"upside down"}  # It keeps its name.
+    assert log_cli(["rename", str(tmp_path), "one", "1"]) == 2  # There is none any more.
+
+
 def test_labels_of_other_images_are_not_enough(model: FittedModel, tmp_path: Path) -> None:
     chosen = [Logged(picture(i), "label", "1", sampled=False) for i in range(5)]
     log = write_log(tmp_path, [*chosen, *(Logged(picture(10 + i)) for i in range(5))])
@@ -352,7 +375,7 @@ def test_names_and_classes_that_are_not_there(model: FittedModel, tmp_path: Path
     write_log(tmp_path, [Logged(picture(0), "label", "cat")])
     write_log(tmp_path, [Logged(picture(1))], model="other")
     log = open_log(tmp_path)
-    with pytest.raises(DataError, match="no classes of the model: cat; review these images again"):
+    with pytest.raises(DataError, match=r"no classes of the model: cat; .*psc-log rename"):
         read_sample(log, model, "digits")
     with pytest.raises(UsageError, match="rows of several models; it has digits, other, name one by --model"):
         read_sample(log, model)

@@ -26,6 +26,7 @@ from psc_core.log.labels import (
     read_answers,
     read_label_file,
     read_labels,
+    rename,
     write_labels,
 )
 from psc_core.log.store import Log, LoggedModel, label_schema, model_path, read_rows
@@ -81,6 +82,19 @@ def test_labels_from_before_the_column_model_are_read(tmp_path: Path) -> None:
     assert (labels.of("m", "r0", 0, None), labels.of("m", "r1", 0, None)) == (
         OF_ROW, replace(OF_ROW, request_id="r1", model="m"),
     )  # fmt: skip
+
+
+def test_a_class_is_renamed_where_no_other_label_came_later(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 2)
+    of_rows = [replace(OF_ROW, model="m"), replace(OF_ROW, request_id="r1", image_sha256=digest(1), model="m")]
+    since = Label(None, None, digest(1), "label", "dog", "folder", TIME + timedelta(seconds=1), "m")
+    write_labels(log, [*of_rows, since, replace(OF_ROW, model="other")])
+    rename(log, "m", "cat", "lion")
+    labels = read_labels(log)
+    found = [labels.of("m", f"r{at}", 0, digest(at)) for at in range(2)]
+    assert [each and each.label for each in found] == ["lion", "dog"]
+    other = labels.of("other", "r7", 0, digest(0))
+    assert other is not None and other.label == "cat"
 
 
 def test_damaged_file_is_named(tmp_path: Path) -> None:
