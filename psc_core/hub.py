@@ -49,6 +49,11 @@ def upload(
         with _told(f"upload to {name}", token):
             api = hub.HfApi(token=token)
             api.create_repo(name, private=private, exist_ok=True)
+            is_private = api.model_info(name).private if private is not None else None
+        if is_private != private:
+            kind, wanted = ("private", "public") if is_private else ("public", "private")
+            raise UsageError(f"{name} is {kind} already; make it {wanted} in its settings, or leave out private")
+        with _told(f"upload to {name}", token):
             if revision is not None and not revision.startswith("refs/"):
                 api.create_branch(name, branch=revision, exist_ok=True)
             where = {"repo_id": name, "revision": revision, "commit_message": message}

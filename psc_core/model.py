@@ -290,11 +290,12 @@ class FittedModel:
         """Upload the bundle and a model card to the repository ``"org/name"`` of the Hugging Face hub, in one commit.
 
         It replaces the bundle and the card that are there; other files stay.  A repository or branch (``revision``)
-        that does not exist is created, a repository ``private`` if you say so.  The default ``token`` is the one that
-        ``hf auth login`` saved.  Returns the address of the commit.
+        that does not exist is created, a repository ``private`` if you say so; one that exists must be so already.
+        The default ``token`` is the one that ``hf auth login`` saved.  Returns the address of the commit.
 
         Raises:
-            UsageError: If the hub refuses or does not answer, or its client is not installed; as :meth:`save`.
+            UsageError: If the hub refuses or does not answer, its client is not installed, or the repository is
+                public and not ``private``, or the reverse; as :meth:`save`.
             NetworkError: As :meth:`save`.
         """
         from psc_core.hub import upload  # imported here, so that services load no client of the hub

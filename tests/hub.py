@@ -143,14 +143,14 @@ class Hub:
         return {"success": True, "commitOid": commit.sha, "commitUrl": address}
 
     def get(self, path: str, token: str) -> Any:
-        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", path):
-            commit = self.commit(found[1], unquote(found[2]), token)
+        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+?)(?:/revision/([^/]+))?", path):
+            commit = self.commit(found[1], unquote(found[2] or MAIN), token)
             files = [{"rfilename": name} for name in commit.files]
             return {
                 "id": found[1],
                 "modelId": found[1],
                 "sha": commit.sha,
-                "private": False,
+                "private": self.repositories[found[1]].private,
                 "siblings": files,
                 "tags": [],
             }

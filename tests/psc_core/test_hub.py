@@ -189,6 +189,15 @@ def test_what_cannot_be_uploaded(
     assert (token is None or token.strip() not in shown) and not hub.repositories
 
 
+@pytest.mark.parametrize("private", [True, False])
+def test_an_upload_that_others_would_see_or_miss(hub: Hub, shipped: PSC, private: bool) -> None:
+    hub.repositories[NAME] = Repository(private=not private)
+    with pytest.raises(UsageError, match="already"):
+        shipped.push_to_hub(NAME, private=private, token=TOKEN)
+    assert len(hub.repositories[NAME].commits) == 1 and not hub.blobs
+    assert shipped.push_to_hub(NAME, private=not private, token=TOKEN)
+
+
 @pytest.mark.parametrize("status", [403, 413])
 def test_an_upload_that_the_hub_refuses(hub: Hub, shipped: PSC, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(entry: object) -> None:
