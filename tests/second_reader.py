@@ -100,6 +100,8 @@ class SecondReader:
             raise Rejected("preprocess.resizer")
         if section.get("background", "black") not in ("black", "white", "none"):
             raise Rejected("preprocess.background")
+        if section.get("crop_rounding", "down") not in ("down", "even"):
+            raise Rejected("preprocess.crop_rounding")
         std, mean = np.array(section["std"])[:, None, None], np.array(section["mean"])[:, None, None]
         return pixels * (1 / (255 * std)) - mean / std
 

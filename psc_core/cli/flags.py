@@ -132,6 +132,7 @@ def preprocess_from(args: argparse.Namespace, described: NetworkSpec | None = No
     if args.size or args.crop:
         side = args.size or args.crop
         changes = {"height": side, "width": side, "resize": args.resize}
+        changes |= {"crop_rounding": "even"} if args.crop and args.preset else {}
     for name in ("mean", "std"):
         if getattr(args, name):
             changes[name] = tuple(getattr(args, name))

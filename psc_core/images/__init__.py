@@ -7,6 +7,7 @@ from typing import Final
 
 SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")  # of files that count as images
 INTERPOLATIONS: Final = ("bilinear", "bicubic")  # the filters for resizing, all antialiased
+CROP_ROUNDINGS: Final = ("down", "even")  # of an offset that ends in ½: as transformers; as torchvision and timm
 BACKGROUNDS: Final = ("black", "white", "none")  # that alpha is blended onto; with none it is dropped
 # The fields of a :class:`.preprocess.Preprocess`, in order: colour mode, height, width, resize, mean and deviation.
 Fields = tuple[str, int, int, int | None, tuple[float, ...], tuple[float, ...]]

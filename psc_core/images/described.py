@@ -147,7 +147,7 @@ def read_timm(written: Mapping[str, Any], origin: str) -> Described:
     if len(mean) != channels or len(std) != channels:
         unlike["statistics"] = f"{origin} has {len(mean)} means and {len(std)} deviations for {channels} channels"
         mean, std = ((0.5,) * channels,) * 2
-    return _preprocess(channels, (height, width, resize), mean, std, interpolation, origin), unlike
+    return _preprocess(channels, (height, width, resize), mean, std, interpolation, origin, "even"), unlike
 
 
 def read_torchvision(transforms: Any, origin: str) -> Described:
@@ -160,7 +160,7 @@ def read_torchvision(transforms: Any, origin: str) -> Described:
     unlike: dict[Aspect, str] = {}
     if interpolation not in INTERPOLATIONS:
         unlike["interpolation"], interpolation = f"{origin} resizes by the filter {interpolation!r}", "bicubic"
-    return _preprocess(3, (side, side, resize), mean, std, interpolation, origin), unlike
+    return _preprocess(3, (side, side, resize), mean, std, interpolation, origin, "even"), unlike
 
 
 @contextmanager
@@ -173,10 +173,17 @@ def _usual(fields: str, origin: str) -> Iterator[None]:
 
 
 def _preprocess(
-    channels: int, geometry: Geometry, mean: Sequence[float], std: Sequence[float], interpolation: str, origin: str
+    channels: int,
+    geometry: Geometry,
+    mean: Sequence[float],
+    std: Sequence[float],
+    interpolation: str,
+    origin: str,
+    crop_rounding: str = "down",
 ) -> Preprocess:
+    mode, statistics = "RGB" if channels == 3 else "L", (tuple(mean), tuple(std))
     try:
-        return Preprocess("RGB" if channels == 3 else "L", *geometry, tuple(mean), tuple(std), interpolation)
+        return Preprocess(mode, *geometry, *statistics, interpolation, crop_rounding=crop_rounding)
     except UsageError as error:
         raise NetworkError(f"{origin}: {error}") from error
 

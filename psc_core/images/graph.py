@@ -44,7 +44,7 @@ class Resize(nn.Module):
     def _weights(self, size: Any, resized: Any, cropped: int) -> Tensor:
         """Return the weight of each of ``size`` pixels in each of ``resized`` ones, those of the central crop only."""
         scale = size / resized
-        centres = (torch.arange(cropped) + (resized - cropped) // 2 + 0.5) * scale
+        centres = (torch.arange(cropped) + self.preprocess.offset(resized - cropped) + 0.5) * scale
         wide: Any = torch.sym_max(scale, 1.0)
         distance: Tensor = ((torch.arange(size) + 0.5 - centres[:, None]) / wide).abs()
         weights = (1 - distance).relu()

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from psc_core.errors import ImageError, UsageError
-from psc_core.images import BACKGROUNDS, INTERPOLATIONS, PRESET_FIELDS
+from psc_core.images import BACKGROUNDS, CROP_ROUNDINGS, INTERPOLATIONS, PRESET_FIELDS
 from psc_core.images.decode import DEFAULT_MAX_PIXELS, OpenImage, open_image, to_grey_or_rgb
 from psc_core.images.files import read_file
 
@@ -75,6 +75,7 @@ class Preprocess:
     interpolation: str = "bilinear"  # or "bicubic"
     resizer: str = "torch"  # or "pillow", the default of a manifest without this key
     background: str = BACKGROUNDS[0]  # that alpha is blended onto: "black", "white", or "none", which drops alpha
+    crop_rounding: str = CROP_ROUNDINGS[0]  # of an offset of the crop that ends in ½: "down", or "even"
 
     def __post_init__(self) -> None:
         for what, value, allowed in (
@@ -82,6 +83,7 @@ class Preprocess:
             ("interpolation", self.interpolation, _FILTERS),
             ("resizer", self.resizer, RESIZERS),
             ("background", self.background, BACKGROUNDS),
+            ("crop_rounding", self.crop_rounding, CROP_ROUNDINGS),
         ):
             if value not in allowed:
                 raise UsageError(f"expected {what} one of {sorted(allowed)}, got {value!r}")
@@ -132,7 +134,7 @@ class Preprocess:
             samples = bytearray(image.tobytes("raw", "RGBX" if self.mode == "RGB" else "L"))
             return self._from_samples(np.frombuffer(samples, np.uint8).reshape(image.height, image.width, -1))
         width, height = self._resized(*image.size)
-        left, top = (width - self.width) // 2, (height - self.height) // 2
+        left, top = self.offset(width - self.width), self.offset(height - self.height)
         x, y = image.width / width, image.height / height
         box = left * x, top * y, (left + self.width) * x, (top + self.height) * y
         image = image.resize((self.width, self.height), _FILTERS[self.interpolation], box)
@@ -142,7 +144,7 @@ class Preprocess:
     def _from_samples(self, samples: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """Resize ``samples`` (height, width, at least ``channels``) with PyTorch, then crop."""
         width, height = self._resized(samples.shape[1], samples.shape[0])
-        left, top = (width - self.width) // 2, (height - self.height) // 2
+        left, top = self.offset(width - self.width), self.offset(height - self.height)
         planes = samples.transpose(2, 0, 1)
         if (height, width) != samples.shape[:2]:
             # NumPy's views, not PyTorch's, which release the interpreter lock each time and then wait to get it back.
@@ -157,6 +159,10 @@ class Preprocess:
             return self.width, self.height
         # Rounded down, as in torchvision, timm and transformers.
         return self.resize * width // min(width, height), self.resize * height // min(width, height)
+
+    def offset(self, spare: Any) -> Any:
+        """Return how many of the ``spare`` pixels of a side lie before the crop; a number or a symbol of a graph."""
+        return spare // 2 + (spare % 4 // 3 if self.crop_rounding == "even" else 0)
 
     def _is_small(self, size: tuple[int, int]) -> bool:
         """Return whether PyTorch can resize an image of this (width, height) in little memory, rows first."""
@@ -217,9 +223,9 @@ class Preprocess:
         return f"{self.mode}, {resized}, {self.interpolation}; mean {mean}; std {std}{alpha}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the attributes as JSON types, without those that a manifest implies: bilinear, Pillow, black."""
-        defaults = {"interpolation": "bilinear", "resizer": "pillow", "background": "black"}.items()
-        return {name: value for name, value in asdict(self).items() if (name, value) not in defaults}
+        """Return the attributes as JSON types, without those that a manifest implies: bilinear, Pillow, black, down."""
+        implied = {"interpolation": "bilinear", "resizer": "pillow", "background": "black", "crop_rounding": "down"}
+        return {name: value for name, value in asdict(self).items() if (name, value) not in implied.items()}
 
 
 def standardise(images: Images, scale: Float[Tensor, "channels 1 1"], shift: Float[Tensor, "channels 1 1"]) -> Inputs:
@@ -243,7 +249,10 @@ def mode_of(channels: int) -> str:
     return mode
 
 
-PRESETS: Mapping[str, Preprocess] = {name: Preprocess(*fields) for name, fields in PRESET_FIELDS.items()}
+PRESETS: Mapping[str, Preprocess] = {
+    name: Preprocess(*fields, crop_rounding="down" if fields[3] is None else "even")  # A crop is torchvision's.
+    for name, fields in PRESET_FIELDS.items()
+}
 # One image: a path, an encoded file, a Pillow image, or ``uint8`` pixels (height, width) or (height, width, 3).
 ImageLike = str | Path | bytes | Image.Image | npt.NDArray[Any]
 

@@ -185,6 +185,8 @@ def test_what_is_no_preprocess_is_refused_with_what_is(other: object) -> None:
 def test_transforms_of_torchvision() -> None:
     transforms = ResNet50_Weights.IMAGENET1K_V2.transforms()
     assert as_preprocess(transforms) == replace(IMAGENET, resize=232)
+    image = Image.effect_noise((232, 235), 50).convert("RGB")  # 11 columns are left over: where is the crop?
+    torch.testing.assert_close(inputs(as_preprocess(transforms), image)[0], transforms(image))
     transforms.interpolation = InterpolationMode.NEAREST
     with pytest.raises(UsageError, match="resizes by the filter 'nearest'"):
         as_preprocess(transforms)
@@ -195,7 +197,10 @@ def test_configurations_of_timm() -> None:
     net = timm.create_model("resnet18", num_classes=2)
     expected = replace(IMAGENET, resize=235, interpolation="bicubic")
     assert as_preprocess(net.pretrained_cfg) == as_preprocess(timm.get_pretrained_cfg("resnet18")) == expected
-    assert as_preprocess(timm.data.resolve_data_config({}, model=net)) == expected
+    config = timm.data.resolve_data_config({}, model=net)
+    assert as_preprocess(config) == expected
+    image = Image.effect_noise((235, 235 + 4), 50).convert("RGB")
+    torch.testing.assert_close(inputs(expected, image)[0], timm.data.create_transform(**config)(image))
 
 
 def test_image_processors_of_transformers() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from psc_core.export.check import RUNTIMES
-from psc_core.images import INTERPOLATIONS
+from psc_core.images import CROP_ROUNDINGS, INTERPOLATIONS
 from psc_core.images.graph import Resize
 from psc_core.images.preprocess import Preprocess
 
@@ -30,16 +30,19 @@ def expected(preprocess: Preprocess, image: npt.NDArray[np.uint8]) -> npt.NDArra
     return preprocess.from_image(found).astype(int)
 
 
-def settings(mode: str, resize: int | None, interpolation: str) -> Preprocess:
+def settings(mode: str, resize: int | None, interpolation: str, rounding: str = "down") -> Preprocess:
     zeros, ones = ((value,) * (1 if mode == "L" else 3) for value in (0.0, 1.0))
-    return Preprocess(mode, 24, 18, resize, zeros, ones, interpolation)
+    return Preprocess(mode, 24, 18, resize, zeros, ones, interpolation, crop_rounding=rounding)
 
 
-@given(SIDES, SIDES, st.sampled_from(["L", "RGB"]), st.sampled_from([None, 24, 40]), st.sampled_from(INTERPOLATIONS))
+@given(
+    SIDES, SIDES, st.sampled_from(["L", "RGB"]), st.sampled_from([None, 24, 27, 40]), st.sampled_from(INTERPOLATIONS),
+    st.sampled_from(CROP_ROUNDINGS),
+)  # fmt: skip
 def test_levels_are_those_of_the_preprocessing(
-    height: int, width: int, mode: str, resize: int | None, interpolation: str
+    height: int, width: int, mode: str, resize: int | None, interpolation: str, rounding: str
 ) -> None:
-    preprocess = settings(mode, resize, interpolation)
+    preprocess = settings(mode, resize, interpolation, rounding)
     image = random(height, width, preprocess.channels)
     found = Resize(preprocess)(torch.from_numpy(image)[None])[0].numpy()
     # Where Pillow resizes, which does the columns of tall images first, a bicubic filter that overshoots is cut later.
@@ -56,9 +59,9 @@ def test_an_image_of_the_size_stays() -> None:
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-@pytest.mark.parametrize("resize", [None, 30])
-def test_every_runtime_resizes(tmp_path: Path, resize: int | None, interpolation: str) -> None:
-    preprocess = settings("RGB", resize, interpolation)
+@pytest.mark.parametrize(("resize", "rounding"), [(None, "down"), (30, "down"), (27, "even")])
+def test_every_runtime_resizes(tmp_path: Path, resize: int | None, rounding: str, interpolation: str) -> None:
+    preprocess = settings("RGB", resize, interpolation, rounding)
     any_size = dict.fromkeys(range(3), torch.export.Dim.DYNAMIC)
     example = torch.zeros(2, 25, 20, 3, dtype=torch.uint8)
     with torch.no_grad():

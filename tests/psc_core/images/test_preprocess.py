@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from psc_core import PSC, open_loader
 from psc_core.data.loaders import LoaderDescription
 from psc_core.errors import ImageError, UsageError
-from psc_core.images import BACKGROUNDS
+from psc_core.images import BACKGROUNDS, CROP_ROUNDINGS
 from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, RESIZERS, Preprocess, as_batch, read_image
 from tests.conftest import SHIPPED_BUNDLE
 
@@ -33,11 +33,15 @@ def test_any_image_becomes_input_size(name: str, width: int, height: int, grey: 
     assert (array == 128).all()
 
 
+@pytest.mark.parametrize("rounding", CROP_ROUNDINGS)
 @pytest.mark.parametrize("resizer", RESIZERS)
 @given(width=st.integers(1, 400), height=st.integers(1, 400), seed=st.integers(0, 9))
-def test_crop_equals_resizing_all_and_cropping_then(resizer: str, width: int, height: int, seed: int) -> None:
+def test_crop_equals_resizing_all_and_cropping_then(
+    resizer: str, rounding: str, width: int, height: int, seed: int
+) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
-    image, preprocess = Image.fromarray(pixels), replace(PRESETS["imagenet"], resizer=resizer)
+    preprocess = replace(PRESETS["imagenet"], resizer=resizer, crop_rounding=rounding)
+    image = Image.fromarray(pixels)
     shorter = min(width, height)
     size = (256 * width // shorter, 256 * height // shorter)
     if resizer == "pillow":
@@ -46,7 +50,7 @@ def test_crop_equals_resizing_all_and_cropping_then(resizer: str, width: int, he
         planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]
         whole = torch.nn.functional.interpolate(planes, size[::-1], mode="bilinear", antialias=True)
         resized = whole[0].permute(1, 2, 0).numpy()
-    left, top = (size[0] - 224) // 2, (size[1] - 224) // 2
+    left, top = (round((side - 224) / 2) if rounding == "even" else (side - 224) // 2 for side in size)
     found = preprocess.from_image(image).transpose(1, 2, 0).astype(int)
     assert abs(found - resized[top : top + 224, left : left + 224]).max() <= 1
 
@@ -159,7 +163,8 @@ def test_torch_never_resizes_to_much_more_than_the_image_or_the_input(
     "fields",
     [
         {"mode": "CMYK"}, {"interpolation": "nearest"}, {"resizer": "magick"}, {"background": "grey"},
-        {"mean": (0.5, 0.5)}, {"std": (0.0,)}, {"height": 0}, {"height": 1 << 18}, {"resize": 10}, {"resize": 8193},
+        {"crop_rounding": "up"}, {"mean": (0.5, 0.5)}, {"std": (0.0,)}, {"height": 0}, {"height": 1 << 18},
+        {"resize": 10}, {"resize": 8193},
     ],
 )  # fmt: skip
 def test_rejects_invalid_settings(fields: dict[str, object]) -> None:
