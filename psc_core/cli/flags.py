@@ -185,7 +185,7 @@ def from_torchvision(name: str) -> Preprocess:
 
     try:
         transforms = get_weight(name).transforms()
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise UsageError(
             f"torchvision has no weights {name!r}; they are called as ResNet50_Weights.IMAGENET1K_V2"
         ) from error
@@ -197,7 +197,10 @@ def from_timm(name: str) -> Preprocess:
     from psc_core.images.described import read_timm, whole
 
     timm = needs(f"timm:{name}", "timm", "timm")
-    config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    try:
+        config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    except RuntimeError:  # The model has no weights of this tag.
+        config = None
     if config is None:
         raise UsageError(f"timm has no model {name!r}")
     return whole(read_timm(asdict(config), name), _REMEDY)

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from psc_core import __version__
 from psc_core.compute import own_state
-from psc_core.errors import NetworkError, hint, import_from, needs
+from psc_core.errors import NetworkError, PSCError, hint, import_from, needs
 from psc_core.network import described
 from psc_core.network.described import NetworkSpec, describe
 from psc_core.network.onnx import PACKAGES, OnnxNetwork, open_onnx
@@ -56,10 +56,7 @@ def from_torchvision(name: str, num_classes: int, model_args: Mapping[str, Any])
     stem, in_channels = args.pop("stem", None), args.pop("in_channels", None)
     if stem not in (None, "small"):
         raise NetworkError(f"expected model argument stem=small or none, got {stem!r}")
-    try:
-        net: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **args)
-    except (TypeError, ValueError) as error:
-        raise NetworkError(f"torchvision:{name} rejects the model arguments {args}: {error}") from error
+    net: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **args)
     if stem == "small":
         _small_stem(net, name, num_classes)
     if in_channels is not None:
@@ -112,10 +109,7 @@ def from_timm(name: str, num_classes: int, model_args: Mapping[str, Any]) -> nn.
         args["in_chans"] = args.pop("in_channels")
     if not timm.is_model(name):
         raise NetworkError(f"timm has no network {name!r}; {hint(name, timm.list_models(), _ELSEWHERE)}")
-    try:
-        net: nn.Module = timm.create_model(name, pretrained=False, num_classes=num_classes, **args)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise NetworkError(f"timm:{name} rejects the model arguments {args}: {error}") from error
+    net: nn.Module = timm.create_model(name, pretrained=False, num_classes=num_classes, **args)
     return net
 
 
@@ -286,7 +280,14 @@ def build(spec: NetworkSpec) -> nn.Module:
         net = from_factory(spec.spec, spec.num_classes, spec.model_args)
     else:
         family, _, name = spec.spec.partition(":")
-        net = BUILDERS[family](name, spec.num_classes, spec.model_args)
+        try:
+            net = BUILDERS[family](name, spec.num_classes, spec.model_args)
+        except PSCError:
+            raise
+        except Exception as error:  # a library's errors have no common base class
+            told = f"rejects the model arguments {dict(spec.model_args)}" if spec.model_args else "cannot be built"
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise NetworkError(f"{spec.spec} {told}: {reason}") from error
     setattr(net, SPEC, NetworkSpec(spec.spec, spec.num_classes, spec.model_args))
     return net.eval()
 
@@ -310,8 +311,12 @@ def notes_of(net: nn.Module) -> tuple[str, ...]:
 def bounded_size(spec: NetworkSpec) -> Iterator[None]:
     """Limit the size of networks built here, for untrusted specs: first on ``meta``, so that no terabytes exist."""
     if not spec.is_factory:
-        with _counting(), suppress(RuntimeError), torch.device("meta"):  # some builders cannot run on it
-            build(spec)
+        with _counting(), torch.device("meta"):
+            try:
+                build(spec)
+            except NetworkError as error:
+                if not isinstance(error.__cause__, RuntimeError):  # some builders cannot run on it
+                    raise
     with _counting():
         yield
 

@@ -68,6 +68,8 @@ def test_json_file_as_in_a_manifest(tmp_path: Path) -> None:
         ("--preprocess torchvision:ResNet50", "torchvision has no weights 'ResNet50'"),
         ("--preprocess torchvision:Raft_Large_Weights.C_T_V1", "not those of a classifier"),
         ("--preprocess timm:resnet51", "timm has no model 'resnet51'"),
+        ("--preprocess timm:resnet50.a9", "timm has no model 'resnet50.a9'"),
+        ("--preprocess torchvision:ResNet50_Weights.V9", "torchvision has no weights"),
         ("--mean 0.5", "expected 3 means"),
         ("--resize 10 --crop 32", "expected resize from the crop"),
     ],
