@@ -262,8 +262,14 @@ def load_described(spec: NetworkSpec, weights: Path | None) -> nn.Module:
         return classifier
     net = build(spec)
     for file in spec.weights if weights is None else (weights,):
-        setattr(net, NOTES, _read_into(net, file, spec.num_classes))
+        is_silent = spec.spec in _RESCALING and "transform_input" not in spec.model_args
+        setattr(net, NOTES, _read_into(net, file, spec.num_classes) + (_RESCALED,) * is_silent)
     return net
+
+
+# The networks that torchvision makes rescale their inputs if it builds them with its weights; no checkpoint says so.
+_RESCALING: Final = ("torchvision:googlenet", "torchvision:inception_v3")
+_RESCALED: Final = "was it trained from torchvision's own weights? Then give --model-arg transform_input=true"
 
 
 def _read_into(net: nn.Module, file: Path, outputs: int | None) -> tuple[str, ...]:

@@ -54,6 +54,15 @@ def test_says_how_the_weights_were_found(tmp_path: Path) -> None:
         load_network(spec, weights=path, num_classes=10)
 
 
+@pytest.mark.parametrize(("given", "told"), [({}, 1), ({"transform_input": True}, 0), ({"transform_input": False}, 0)])
+def test_asks_if_inputs_are_rescaled(tmp_path: Path, given: dict[str, bool], told: int) -> None:
+    args = {"aux_logits": False, "init_weights": False, **given}
+    net = load_network("torchvision:googlenet", num_classes=3, model_args=args)
+    torch.save(net.state_dict(), tmp_path / "net.pth")
+    net = load_network("torchvision:googlenet", weights=tmp_path / "net.pth", num_classes=3, model_args=args)
+    assert sum("--model-arg transform_input=true" in note for note in notes_of(net)) == told
+
+
 def test_network_with_versioned_weights(tmp_path: Path) -> None:
     trained = load_network("torchvision:mnasnet0_5", num_classes=3)
     safetensors.torch.save_file(trained.state_dict(), tmp_path / "net.safetensors")
