@@ -252,7 +252,7 @@ def load_described(spec: NetworkSpec, weights: Path | None) -> nn.Module:
     if spec.spec.startswith(ONNX):
         if weights is not None or spec.model_args:
             raise NetworkError(f"{spec.spec} holds its own weights and settings; leave out weights and model arguments")
-        return open_onnx(Path(spec.spec.removeprefix(ONNX)).expanduser())
+        return open_onnx(Path(spec.spec.removeprefix(ONNX)).expanduser(), spec.num_classes)
     if spec.folder is not None and spec.is_factory:  # of transformers
         if spec.model_args:
             raise NetworkError(f"{spec.spec} has its own arguments; leave out {', '.join(spec.model_args)}")

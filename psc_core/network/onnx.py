@@ -174,6 +174,7 @@ def _start(model: bytes, device: torch.device, threads: int) -> Any:
 
 
 Size = tuple[int, int, int]
+_MAX_OUTPUTS: Final = 64  # of a file
 _APART = 1e-4  # maximum difference between images computed in a batch and alone, relative to the largest value
 
 
@@ -189,9 +190,10 @@ class OnnxNetwork(LayeredNetwork):
 
     place: Tensor
 
-    def __init__(self, model: ModelProto, origin: str) -> None:
+    def __init__(self, model: ModelProto, origin: str, classes: int | None = None) -> None:
         super().__init__()
         self.origin = origin
+        self.classes = classes
         self._model = model
         self._sized: dict[Size, _Sized] = {}
         self.register_buffer("place", torch.empty(0), persistent=False)
@@ -223,6 +225,7 @@ class OnnxNetwork(LayeredNetwork):
         """The differences from a PyTorch network that have been found so far."""
         graphs = [sized.graph for sized in self._sized.values()]
         notes = {
+            **{f"has several outputs, {each.output!r} is taken": len(each.outputs) > 1 for each in graphs},
             "ends in a softmax, whose input is taken as the logits": any(each.logits != each.output for each in graphs),
             "takes one image at a time": any(each.batch == 1 for each in graphs),
         }
@@ -246,28 +249,34 @@ class OnnxNetwork(LayeredNetwork):
         model = with_size(self._model, size, self.origin)
         axis = model.graph.input[0].type.tensor_type.shape.dim[0]
         if not axis.HasField("dim_value"):
-            return _sized(model, self.origin, BATCH)
-        one = _sized(model, self.origin, axis.dim_value)
+            return _sized(model, self.origin, BATCH, self.classes)
+        one = _sized(model, self.origin, axis.dim_value, self.classes)
         if one.graph.batch != 1:
             raise NetworkError(
                 f"{self.origin} takes batches of {one.graph.batch} images only; export it with one image, images[:1], "
                 "or a dynamic batch axis"
             )
         try:
-            several = _sized(with_any_batch(model), self.origin, BATCH)
+            several = _sized(with_any_batch(model), self.origin, BATCH, self.classes)
             alike = _agree(one.logits, several.logits, size) and _first_dependent(several.logits, [""], size) is None
             return several if alike else one
         except NetworkError:
             return one  # the graph fixes the batch size of one somewhere
 
 
-def _sized(model: ModelProto, origin: str, batch: int) -> _Sized:
-    if not model.graph.output:
-        raise NetworkError(f"{origin} has no output; export a classifier that returns logits")
+def _sized(model: ModelProto, origin: str, batch: int, classes: int | None) -> _Sized:
+    if not 0 < (count := len(model.graph.output)) <= _MAX_OUTPUTS:
+        raise NetworkError(f"{origin} has {count} outputs; export a classifier that returns logits")
     graph = Graph(model, sizes_of(model, origin), batch)
-    _, shape = graph.sizes.get(graph.logits, (0, ()))
-    if len(shape) != 2 or shape[0] != batch:
-        raise NetworkError(f"{origin}: expected a classifier that returns logits (batch, classes), got {shape}")
+    logits = {name: graph.logits_of(name) for name in graph.outputs}
+    shapes = {name: graph.sizes.get(logits[name], (0, ()))[1] for name in graph.outputs}
+    fitting = [name for name, shape in shapes.items() if len(shape) == 2 and shape[0] == batch]
+    fitting = [name for name in fitting if shapes[name][1] == classes] or fitting
+    if len({logits[name] for name in fitting}) != 1:
+        several = ", ".join(f"{name} {shapes[name]}" for name in fitting or graph.outputs)
+        what = "several outputs that may be the logits" if fitting else "no output of logits (batch, classes)"
+        raise NetworkError(f"{origin} has {what}, got {several}; export a classifier that returns logits alone")
+    graph.output = next((name for name in fitting if name == logits[name]), fitting[0])
     return _Sized(model, graph, OnnxBody(cut(model, [], (graph.logits, graph.classes)).SerializeToString()))
 
 
@@ -294,8 +303,9 @@ def _size(x: Tensor) -> Size:
     return x.shape[1], x.shape[2], x.shape[3]
 
 
-def open_onnx(path: Path) -> OnnxNetwork:
-    return OnnxNetwork(with_one_input(read_onnx(path), path.name), path.name)
+def open_onnx(path: Path, classes: int | None = None) -> OnnxNetwork:
+    """Open a network; of several outputs the logits are the one with so many ``classes``."""
+    return OnnxNetwork(with_one_input(read_onnx(path), path.name), path.name, classes)
 
 
 _ORIGIN: Final = "backbone.onnx"

@@ -49,7 +49,8 @@ class Graph:
         self.sizes = sizes
         self.batch = batch
         self.input: str = model.graph.input[0].name
-        self.output: str = model.graph.output[0].name
+        self.outputs = tuple(output.name for output in model.graph.output)
+        self.output = self.outputs[0]
         self.producers: dict[str, NodeProto] = {name: node for node in self.nodes for name in node.output if name}
         # The names of tensors that do not depend on the image, such as weights and quantised weights.
         self.constants = {tensor.name for tensor in model.graph.initializer}
@@ -59,12 +60,15 @@ class Graph:
 
     @cached_property
     def logits(self) -> str:
-        """The name of the logits: the input of a softmax at the end if there is one, otherwise the output."""
-        for name in self._same_values(self.output):
+        return self.logits_of(self.output)
+
+    def logits_of(self, output: str) -> str:
+        """Return the name of the logits: the input of a softmax at the end if there is one, otherwise the output."""
+        for name in self._same_values(output):
             node = self.producers.get(name)
             if node is not None and node.op_type == "Softmax":
                 return str(node.input[0])
-        return self.output
+        return output
 
     @cached_property
     def head(self) -> NodeProto | None:

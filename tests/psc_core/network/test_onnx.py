@@ -111,6 +111,29 @@ def test_a_softmax_at_the_end_is_skipped(tmp_path: Path) -> None:
     assert other.notes == ("ends in a softmax, whose input is taken as the logits",)
 
 
+class Several(nn.Module):
+    """A network that returns three other numbers, its probabilities, its logits, and no vector."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        logits: Tensor = self.net(x)
+        return logits[:, :3] + 1, logits.softmax(1), logits.clone(), x.mean((2, 3)).unsqueeze(2)
+
+
+def test_of_several_outputs_the_logits_are_taken(tmp_path: Path) -> None:
+    net = convolutional()
+    file = written(Several(net).eval(), tmp_path / "net.onnx")
+    other = load_network(f"onnx:{file}", num_classes=4)
+    torch.testing.assert_close(other(X), net(X), rtol=1e-4, atol=1e-5)
+    assert isinstance(other, OnnxNetwork) and len(other.notes) == 1 and "several outputs" in other.notes[0]
+    for classes in (None, 5):
+        with pytest.raises(NetworkError, match=r"may be the logits, got .* \(\d, 3\), .* \(\d, 4\)"):
+            open_onnx(file, classes)(X)
+
+
 def test_channels_last_and_integer_inputs(tmp_path: Path) -> None:
     class Exported(nn.Module):
         """As Keras exports: channels last, pixels of 0 to 255."""
