@@ -242,7 +242,7 @@ _PSC: Final = "psc:"  # the prefix of the names of added tensors
 def with_one_input(model: ModelProto, origin: str) -> ModelProto:
     """Return a model whose only input is ``images``, float32 (batch, channels, height, width), which is converted."""
     import onnx
-    from onnx import helper
+    from onnx import helper, numpy_helper
 
     model = _copy(model)
     graph = model.graph
@@ -265,6 +265,10 @@ def with_one_input(model: ModelProto, origin: str) -> ModelProto:
     if INPUT_NAME in constants.union(*(node.output for node in graph.node)):
         raise NetworkError(f"{origin}: expected no tensor named {INPUT_NAME!r} but the input; rename it")
     source, dtype = INPUT_NAME, old.type.tensor_type.elem_type
+    if dtype not in _FLOATS:  # A level of 200 comes as 199.99998, of which a cast leaves 199; Round needs opset 11.
+        graph.initializer.append(numpy_helper.from_array(np.array(0.5, np.float32), f"{_PSC}half"))
+        before.append(helper.make_node("Add", [source, f"{_PSC}half"], [source := f"{_PSC}above"]))
+        before.append(helper.make_node("Floor", [source], [source := f"{_PSC}level"]))
     if dtype != onnx.TensorProto.FLOAT:
         before.append(helper.make_node("Cast", [source], [source := f"{_PSC}cast"], to=dtype))
     if is_last:

@@ -151,6 +151,7 @@ def test_channels_last_and_integer_inputs(tmp_path: Path) -> None:
     other = open_onnx(written(Exported(net).eval(), tmp_path / "net.onnx", x=pixels))
     images = pixels.permute(0, 3, 1, 2).float()
     torch.testing.assert_close(other(images), net(images / 255), rtol=1e-4, atol=1e-5)
+    assert torch.equal(other(images * 0.9999999), other(images))
 
 
 def test_a_bias_that_is_computed_from_constants_is_no_layer(tmp_path: Path) -> None:
