@@ -78,6 +78,8 @@ class Preprocess:
     crop_rounding: str = CROP_ROUNDINGS[0]  # of an offset of the crop that ends in ½: "down", or "even"
 
     def __post_init__(self) -> None:
+        if self.resize is None and self.crop_rounding in CROP_ROUNDINGS:  # Nothing is cropped, so that both are equal.
+            object.__setattr__(self, "crop_rounding", CROP_ROUNDINGS[0])
         for what, value, allowed in (
             ("mode", self.mode, _CHANNELS),
             ("interpolation", self.interpolation, _FILTERS),
@@ -250,8 +252,7 @@ def mode_of(channels: int) -> str:
 
 
 PRESETS: Mapping[str, Preprocess] = {
-    name: Preprocess(*fields, crop_rounding="down" if fields[3] is None else "even")  # A crop is torchvision's.
-    for name, fields in PRESET_FIELDS.items()
+    name: Preprocess(*fields, crop_rounding="even") for name, fields in PRESET_FIELDS.items()
 }
 # One image: a path, an encoded file, a Pillow image, or ``uint8`` pixels (height, width) or (height, width, 3).
 ImageLike = str | Path | bytes | Image.Image | npt.NDArray[Any]

@@ -108,6 +108,12 @@ def test_background_of_a_manifest(background: str) -> None:
     assert preprocess.differences(PRESETS["mnist"]) == (() if background == "black" else ("background",))
 
 
+def test_without_a_crop_its_rounding_is_no_difference() -> None:
+    whole = replace(PRESETS["imagenet"], resize=None)
+    assert whole == replace(whole, crop_rounding="even") and "crop_rounding" not in whole.to_json()
+    assert PRESETS["imagenet"].differences(replace(PRESETS["imagenet"], crop_rounding="down")) == ("crop_rounding",)
+
+
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 def test_resizes_by_the_named_filter(interpolation: str) -> None:
     preprocess = replace(PRESETS["cifar10"], interpolation=interpolation, resizer="pillow")
