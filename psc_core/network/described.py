@@ -83,6 +83,7 @@ MAX_JSON: Final = 16 << 20  # maximum size of a JSON file, in bytes; 21,000 clas
 _ON_THE_HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SAFE: Final = ("*.json", "*.safetensors")
 _PICKLED: Final = ("pytorch_model*.bin",)
+_OF_WEIGHTS: Final = (".safetensors", ".bin", ".pth")
 
 
 def folder_of(name: str, *, allow_download: bool = False) -> Path:
@@ -100,7 +101,7 @@ def folder_of(name: str, *, allow_download: bool = False) -> Path:
 
     try:
         found = fetched(_SAFE)
-        return found if any(found.glob("*.safetensors")) else fetched(_PICKLED)
+        found = found if any(found.glob("*.safetensors")) else fetched(_PICKLED)
     except errors.LocalEntryNotFoundError as error:
         if allow_download:
             raise NetworkError(f"cannot download {name}: the hub cannot be reached; is there a network?") from error
@@ -110,6 +111,11 @@ def folder_of(name: str, *, allow_download: bool = False) -> Path:
         ) from error
     except (errors.HfHubHTTPError, OSError, ValueError) as error:
         raise NetworkError(f"cannot download {name}: {str(error).strip().splitlines()[0]}") from error
+    if not allow_download and not any(file.suffix in _OF_WEIGHTS for file in found.iterdir()):
+        raise NetworkError(
+            f"the Hugging Face cache has no weights of {name}; give --allow-download to get them from the hub"
+        )
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

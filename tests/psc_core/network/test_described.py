@@ -108,6 +108,9 @@ def test_finds_a_model_in_the_cache(cache: Path) -> None:
 def test_asks_the_hub_on_request_only(cache: Path) -> None:
     with pytest.raises(NetworkError, match="--allow-download"):
         folder_of("ACME/other")
+    keep(cache, config_json="{}")
+    with pytest.raises(NetworkError, match="--allow-download"):
+        folder_of("ACME/net")
     with pytest.raises(AssertionError, match="the hub was asked"):
         folder_of("ACME/other", allow_download=True)
 
