@@ -16,7 +16,7 @@ from psc_core.errors import EXPORTED, NetworkError, UsageError, needs
 from psc_core.images.graph import Resize
 from psc_core.images.preprocess import MAKE_KNOWN, Preprocess
 from psc_core.model import FittedModel
-from psc_core.network.export import silent
+from psc_core.network.export import reason_of, silent
 from psc_core.network.onnx import PACKAGES
 from psc_core.network.onnx_graph import remove_notes
 from psc_core.pipeline import ood_score_of, smooth_noise
@@ -106,8 +106,7 @@ def _exported(model: FittedModel, module: nn.Module, examples: tuple[Any, ...], 
         try:
             program = torch.onnx.export(module.eval(), examples, dynamo=True, verbose=False, **settings)
         except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise NetworkError(f"{model.name} cannot be exported to ONNX: {reason[:300]}") from error
+            raise NetworkError(f"{model.name} cannot be exported to ONNX: {reason_of(error)}") from error
     assert program is not None
     return program.model_proto
 

@@ -100,10 +100,15 @@ def export_here(backbone: Backbone, size: Size) -> bytes:
         cause: BaseException = error
         while cause.__cause__ is not None:  # the outermost error only names the step
             cause = cause.__cause__
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise NetworkError(
-            f"the network after {'+'.join(backbone.layers)} has no ONNX model: {reason[:300]}"
+            f"the network after {'+'.join(backbone.layers)} has no ONNX model: {reason_of(cause)}"
         ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an error, and the next one if the first is a heading."""
+    first, *others = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join([first, *(others[:1] if first.endswith(":") else ())])[:300]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from torch import nn
 
 from psc_core.errors import NetworkError
 from psc_core.network.cut import Backbone, truncate
-from psc_core.network.export import to_onnx
+from psc_core.network.export import check_exportable, to_onnx
 from psc_core.network.load import load_network, read_checked, spec_of
 
 SIZE = (1, 28, 28)
@@ -50,6 +50,20 @@ def test_names_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     with pytest.raises(NetworkError, match="TMPDIR"):
         to_onnx(net, SIZE)
+
+
+class OfOneLength(nn.Sequential):
+    """Its ``len`` makes the number of images a constant of the graph."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        features = super().forward(input)
+        return features + torch.zeros(len(features), 4)
+
+
+def test_tells_what_stands_below_a_heading() -> None:
+    net = OfOneLength(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 26 * 26, 4)).eval()
+    with pytest.raises(NetworkError, match=r"has no ONNX model: [^\n]*: [^\n]*tracing inferred a static shape"):
+        check_exportable(net, torch.zeros(1, *SIZE), "fp32")
 
 
 def test_exports_a_network_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
