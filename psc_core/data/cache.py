@@ -291,9 +291,12 @@ def why_unreadable(dataset: ImageDataset, position: int) -> str | None:
 
 
 def without(dataset: ImageDataset, found: Unreadable) -> ImageDataset:
-    """Return the data set without the images found, or the data set itself if there are none."""
+    """Return the data set without the images found, or the data set itself if there are none; some have to stay."""
     if not len(found):
         return dataset
+    if len(found) == len(dataset):
+        more = "; …" * (len(found) > SHOWN_IMAGES)
+        raise DataError(f"no image of {dataset.name} can be decoded: {'; '.join(found.reasons)}{more}; replace them")
     is_kept = torch.ones(len(dataset), dtype=torch.bool)
     is_kept[found.positions] = False
     return dataset.subset(is_kept.nonzero().flatten())

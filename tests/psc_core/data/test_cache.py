@@ -167,6 +167,11 @@ def test_ends_early_where_there_are_more(folder_readable: ImageDataset, monkeypa
     assert only_readable(folder_readable, 0) is folder_readable
 
 
+def test_some_image_has_to_be_readable(folder_readable: ImageDataset) -> None:
+    with pytest.raises(DataError, match=r"no image .* decoded: .*a/2\.png.*a/9\.png"):
+        only_readable(folder_readable.subset(torch.tensor(BAD)), 10)
+
+
 def test_several_processes_find_the_same(folder_readable: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     def shares(rank: int) -> torch.Tensor:
         share: list[torch.Tensor] = []
