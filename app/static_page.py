@@ -16,9 +16,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
-from app.http.model import describe_model, examples_in
+from app.http.model import MAX_FILE_BYTES, describe_model, examples_in
 from psc_core.bundle import write_files
 from psc_core.errors import UsageError
+from psc_core.export.folder import images_below
 from psc_core.export.graph import ANY_SIZE, export_graphs
 from psc_core.model import FittedModel
 
@@ -50,8 +51,11 @@ def find_runtime(folder: Path) -> Path:
 
 
 def write_page(model: FittedModel, folder: Path, *, runtime: Path, examples: Path) -> None:
-    """Write the folder; the first image files in ``examples`` are offered to try."""
+    """Write the folder; the first image files below ``examples`` are offered to try."""
     found = find_runtime(runtime)
+    offered = examples_in(examples, examples)
+    if not offered and images_below(examples, must=False):
+        raise UsageError(f"expected images to try of at most {MAX_FILE_BYTES >> 20} MiB below {examples}; shrink them")
     graph = export_graphs(model, [ANY_SIZE])[ANY_SIZE]
     for part in ("page", "onnxruntime", "examples"):
         (folder / part).mkdir(parents=True, exist_ok=True)
@@ -64,7 +68,6 @@ def write_page(model: FittedModel, folder: Path, *, runtime: Path, examples: Pat
     if (listed := folder / "examples.json").exists():  # What is offered no longer shall not stay there to be found.
         for name in json.loads(listed.read_text())["files"]:
             (folder / "examples" / Path(name).name).unlink(missing_ok=True)
-    offered = examples_in(examples, examples)
     for name, file in offered.items():
         shutil.copyfile(file, folder / "examples" / name)
     write_files(folder, {ANY_SIZE: graph.SerializeToString()})

@@ -20,6 +20,7 @@ from app.service import Service, service_of, service_to
 from psc_core.answers import BasePolicy, Document, Target
 from psc_core.bundle import TRY_FOLDER
 from psc_core.images import SUFFIXES
+from psc_core.images.files import files_below
 from psc_core.model import FittedModel
 from psc_core.tasks import TASKS
 
@@ -255,19 +256,19 @@ def example_files(service: Service, name: str) -> dict[str, Path]:
 
 
 def examples_in(folder: Path, home: Path) -> dict[str, Path]:
-    """Return images to try by file name; only regular files inside ``home``, wherever links lead."""
+    """Return images to try by file name, after its subfolder's; only files inside ``home``, wherever links lead."""
     if not folder.is_dir():
         return {}
     root = home.resolve()
     files = [
         path
-        for path in sorted(folder.iterdir())
+        for path in map(Path, sorted(files_below(folder)))
         if path.suffix.lower() in SUFFIXES
         and path.is_file()
         and path.resolve().is_relative_to(root)
         and path.stat().st_size <= MAX_FILE_BYTES
     ]
-    return {path.name: path for path in files[:MAX_FILES]}
+    return {"-".join(path.relative_to(folder).parts): path for path in files[:MAX_FILES]}
 
 
 class _ReloadQuery(BaseModel):

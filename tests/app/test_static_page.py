@@ -98,6 +98,22 @@ def test_only_images_of_their_folder_are_published(runtime: Path, tmp_path: Path
     assert json.loads((tmp_path / "site" / "examples.json").read_text())["files"] == ["mine.png"]
 
 
+def test_images_of_class_folders_are_offered(runtime: Path, tmp_path: Path) -> None:
+    image, model = (BUNDLE / "examples" / "clean.png").read_bytes(), load_model(BUNDLE, device="cpu")
+    for name in ("cat", "dog"):
+        (tmp_path / "val" / name).mkdir(parents=True)
+        (tmp_path / "val" / name / "1.png").write_bytes(image)
+    site = tmp_path / "site"
+    write_page(model, site, runtime=runtime, examples=tmp_path / "val")
+    assert json.loads((site / "examples.json").read_text())["files"] == ["cat-1.png", "dog-1.png"]
+    assert (site / "examples" / "dog-1.png").read_bytes() == image
+    for file in tmp_path.glob("val/*/1.png"):
+        file.write_bytes(image + bytes(1 << 20))
+    with pytest.raises(UsageError, match="at most 1 MiB"):
+        write_page(model, tmp_path / "other", runtime=runtime, examples=tmp_path / "val")
+    assert not (tmp_path / "other").exists()
+
+
 def test_images_that_would_not_travel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for target in ("triton", "openvino", "mlflow"):
         words = ["--bundle", str(BUNDLE), "--out", str(tmp_path / "x"), "--for", target, "--images", str(tmp_path)]
