@@ -23,6 +23,7 @@ from psc_core.export.graph import PIXELS
 from psc_core.model import load_model
 from tests.browser.test_page import Driver, chromium, driver, find, text, until
 from tests.conftest import ROOT
+from tests.npm import write_runtime
 from tests.served import GUARD_SECONDS
 
 __all__ = ["chromium", "driver"]
@@ -118,6 +119,28 @@ def test_the_page_needs_no_service(driver: Driver, site: str) -> None:
     status, answer = driver.execute_async_script(ASK, list(b"no image"))
     assert status == 415 and "cannot read the image" in answer["detail"]
     assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []
+
+
+def test_what_is_transparent_is_refused_where_its_colours_count(driver: Driver, tmp_path: Path) -> None:
+    """Pixels are read first, so that no runtime is needed."""
+    folder, runtime = tmp_path / "site", write_runtime(tmp_path / "npm")
+    assert cli.main(["--bundle", str(BUNDLE), "--out", str(folder), "--for", "web", "--runtime", str(runtime)]) == 0
+    about = json.loads((folder / "model.json").read_text())
+    answers = {}
+    for background in ("none", "black"):
+        about["input"]["background"] = background
+        (folder / "model.json").write_text(json.dumps(about))
+        with serving(folder) as site:
+            driver.get(site)
+            until(lambda: text(driver, "#local").startswith("The model could not be loaded."))
+            for mode in ("RGB", "RGBA"):
+                buffer = io.BytesIO()
+                Image.new(mode, (8, 8)).save(buffer, "PNG")
+                answers[background, mode] = driver.execute_async_script(ASK, list(buffer.getvalue()))
+    driver.get_log("browser")
+    status, answer = answers.pop(("none", "RGBA"))
+    assert status == 415 and "transparent" in answer["detail"]
+    assert {status for status, _ in answers.values()} == {500}, answers
 
 
 @pytest.mark.skipif(not WEB, reason="ORT_WEB names no onnxruntime-web")

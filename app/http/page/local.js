@@ -75,8 +75,7 @@ const plain = (value) => (typeof value === "bigint" ? Number(value) : value);
 
 // Decode a file as the service does: upright, blended onto the background, grey where the network sees grey.
 async function pixelsOf(file, { mode, background = "black" }) {
-  const options = { colorSpaceConversion: "none", premultiplyAlpha: background === "none" ? "none" : "default" };
-  const bitmap = await createImageBitmap(file, options).catch(() => {
+  const bitmap = await createImageBitmap(file, { colorSpaceConversion: "none" }).catch(() => {
     throw new Refused(415, "This browser cannot read the image; choose a JPEG or PNG file.");
   });
   const { width, height } = bitmap;
@@ -92,6 +91,8 @@ async function pixelsOf(file, { mode, background = "black" }) {
   const channels = mode === "L" ? 1 : 3;
   const pixels = new Uint8Array(width * height * channels);
   for (let from = 0, to = 0; from < data.length; from += 4) {
+    // A canvas keeps colours times alpha, so that the colour of what is transparent is lost.
+    if (data[from + 3] < 255) throw new Refused(415, "The image is transparent, and a browser changes its colours; make it opaque.");
     if (channels === 1) pixels[to++] = (GREY[0] * data[from] + GREY[1] * data[from + 1] + GREY[2] * data[from + 2] + 0x8000) >> 16;
     else for (let colour = 0; colour < 3; colour += 1) pixels[to++] = data[from + colour];
   }
