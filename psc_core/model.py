@@ -267,16 +267,18 @@ class FittedModel:
     def export(self, path: str | Path, images: Sequence[ImageLike] | Tensor = ()) -> None:
         """Write an ONNX file that answers as this model does, with a README, to the folder ``path``.
 
-        The first 64 ``images``, in any form that :meth:`predict` takes, travel along with their answers, as proof for
-        ``psc-export --check``; noise takes their place where there are fewer.
+        The first 64 ``images``, in any form that :meth:`predict` takes, travel along with their answers, which every
+        runtime that is installed then has to give too; noise takes their place where there are fewer.
 
         Raises:
-            NetworkError: If the network cannot be exported to ONNX, or gives other answers there.
+            NetworkError: If the network cannot be exported to ONNX, or gives other answers there or in a runtime.
             UsageError: If the network computes in bfloat16.
         """
-        from psc_core.export.folder import export_model  # imported here, so that services load no exporting code
+        from psc_core.export.check import check, check_equal  # imported here: services load no exporting code
+        from psc_core.export.folder import export_model
 
         export_model(self, Path(path), images)
+        check_equal(check(Path(path)))
 
     def push_to_hub(
         self,

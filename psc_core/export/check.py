@@ -154,6 +154,14 @@ def _compare(runtime: str, graph: Path, vectors: Mapping[str, npt.NDArray[Any]])
     return Compared(runtime, graph.name, int(differs.sum()), apart, len(differs), agrees)
 
 
+def check_equal(compared: Sequence[Compared]) -> None:
+    """Raise :class:`NetworkError` if a runtime answers otherwise than the bundle."""
+    if others := [f"{each.runtime} with {each.graph}" for each in compared if not each.agrees]:
+        raise NetworkError(
+            f"a runtime answers differently, {', '.join(others)}; do not use it for this graph, and please report it"
+        )
+
+
 def table(compared: Sequence[Compared]) -> str:
     """Return one line for each runtime."""
     head = ["runtime", "graph", "other answers", *(f"{name} apart" for name in compared[0].columns), ""]

@@ -32,7 +32,7 @@ from psc_core.bundle import read_bundle
 from psc_core.data.open import open_dataset
 from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.export.check import RUNTIMES, check, table
-from psc_core.export.folder import README, VECTORS
+from psc_core.export.folder import README, VECTORS, export_model
 from psc_core.export.graph import ANY_SIZE, GRAPH, PIXELS, export_graphs
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model import FittedModel, load_model
@@ -241,6 +241,18 @@ def test_in_python(model: FittedModel, images: torch.Tensor, tmp_path: Path) -> 
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
+def test_in_python_the_runtimes_are_compared(
+    model: FittedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(graph: Path) -> Callable[..., dict[str, Any]]:
+        run = RUNTIMES["onnxruntime"](graph)
+        return lambda images: {name: value + value.dtype.type(1) for name, value in run(images).items()}
+
+    monkeypatch.setattr("psc_core.export.check.RUNTIMES", {"onnxruntime": wrong})
+    with pytest.raises(NetworkError, match=r"differently, onnxruntime with model\.onnx"):
+        model.export(tmp_path / "out")
+
+
 def test_a_graph_of_the_users_stays(model: FittedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / GRAPH).write_bytes(b"mine")
     for more, why in (([], "holds model.onnx already"), (["--overwrite"], "that psc-export did not write")):
@@ -423,7 +435,7 @@ def test_an_interrupted_export_leaves_the_former_one(
     )
     monkeypatch.setattr("psc_core.bundle.os.fsync", sync)
     with pytest.raises((BundleError, KeyboardInterrupt)):
-        model.export(out)
+        export_model(model, out)
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 
@@ -436,7 +448,7 @@ def test_a_link_in_the_folder_is_replaced_and_not_followed(
     monkeypatch.setattr(
         "psc_core.export.folder.export_graphs", lambda _: {GRAPH: onnx.ModelProto(producer_name="other")}
     )
-    model.export(tmp_path / "out")
+    export_model(model, tmp_path / "out")
     assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / "out" / GRAPH).is_symlink()
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == sorted([GRAPH, VECTORS, README])
 
