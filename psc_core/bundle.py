@@ -11,6 +11,7 @@ bundle only claims.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -437,18 +438,24 @@ def write_bundle(
 
 
 def _put(scratch: Path, path: Path) -> None:
-    """Rename a filled folder to ``path``; if that fails, put the bundle that was there back."""
+    """Put a filled folder at ``path``; if that fails, put the bundle that was there back.
+
+    On Linux the two are exchanged.  Where the file system cannot do that, there is no bundle for a moment.
+    """
     retired = path.with_name(f"{scratch.name}.old")
     try:
         if not path.exists():
             scratch.rename(path)
             return
-        path.rename(retired)
-        try:
-            scratch.rename(path)
-        except BaseException:
-            retired.rename(path)
-            raise
+        scratch.rename(retired)  # If this ends between here and the loop, nobody deletes what is the old bundle then.
+        if not _exchange(retired, path):
+            retired.rename(scratch)
+            path.rename(retired)
+            try:
+                scratch.rename(path)
+            except BaseException:
+                retired.rename(path)
+                raise
         for kept in retired.iterdir():
             if kept.name not in FILES:
                 kept.rename(path / kept.name)
@@ -458,6 +465,16 @@ def _put(scratch: Path, path: Path) -> None:
     except OSError as error:
         left = f", its former content is in {retired}" if retired.exists() else ""
         raise BundleError(f"cannot replace {path} ({error.strerror}){left}; choose another place") from error
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step, so that neither path is ever empty; return whether the system can do that."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except AttributeError:  # a C library without it
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
 
 
 def write_file(file: Path, data: bytes) -> None:

@@ -16,9 +16,11 @@ from psc_core import PSC, FitSettings
 from psc_core.bundle import (
     MAX_ARGUMENT,
     PARTS,
+    _exchange,
     check_network,
     check_target,
     fit_command,
+    is_bundle,
     manifest_of,
     read_bundle,
     write_bundle,
@@ -125,6 +127,7 @@ def test_a_bundle_that_cannot_be_replaced_stays(
 ) -> None:
     (bundle / "mine.txt").write_text("mine")
     before, rename = read_bundle(bundle), Path.rename
+    monkeypatch.setattr("psc_core.bundle._exchange", lambda *_: False)  # Where it can, nothing is left to fail.
 
     def refused(path: Path, target: Path) -> Path:
         if target == bundle and not path.name.endswith(".old"):
@@ -136,6 +139,30 @@ def test_a_bundle_that_cannot_be_replaced_stays(
     with pytest.raises(raised[0], match=raised[1]):
         write_bundle(bundle, before.manifest.model_dump(exclude={"version", "files"}), before.parts)
     assert read_bundle(bundle).manifest == before.manifest and (bundle / "mine.txt").read_text() == "mine"
+    assert [entry.name for entry in tmp_path.iterdir()] == [bundle.name]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_bundle_is_replaced_in_one_step(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    (bundle / "mine.txt").write_text("mine")
+    before, rename, there = read_bundle(bundle), Path.rename, []
+    if not can_exchange:
+        monkeypatch.setattr("psc_core.bundle._exchange", lambda *_: False)
+    elif not _exchange(bundle, bundle):
+        pytest.skip("this file system exchanges no folders")
+
+    def watched(path: Path, target: Path) -> Path:
+        found = rename(path, target)
+        there.append(is_bundle(bundle))
+        return found
+
+    monkeypatch.setattr(Path, "rename", watched)
+    fields = before.manifest.model_dump(exclude={"version", "files"}) | {"name": "new"}
+    write_bundle(bundle, fields, before.parts)
+    assert all(there) == can_exchange
+    assert read_bundle(bundle).manifest.name == "new" and (bundle / "mine.txt").read_text() == "mine"
     assert [entry.name for entry in tmp_path.iterdir()] == [bundle.name]
 
 
