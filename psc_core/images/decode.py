@@ -75,7 +75,7 @@ def check_file(data: bytes, max_pixels: int) -> io.BytesIO:
 def check_pixels(width: int, height: int, max_pixels: int, what: str = "the header declares") -> None:
     if width * height > max_pixels:
         raise ImageTooLarge(
-            f"expected at most {max_pixels} pixels, {what} {width}×{height} = {width * height}; use a smaller image"
+            f"expected at most {max_pixels} pixels, {what} {width}×{height} = {width * height}; shrink the image"
         )
 
 
@@ -299,7 +299,7 @@ def open_image(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> OpenImag
     except ImageError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ImageTooLarge(f"image is larger than {max_pixels} pixels ({error}); use a smaller image") from error
+        raise ImageTooLarge(f"image is larger than {max_pixels} pixels ({error}); shrink the image") from error
     except Exception as error:
         if kind := unread_kind(data):
             raise UnsupportedImage(f"{kind} is not read; {CONVERT}") from error
