@@ -43,7 +43,8 @@ CLASSIFICATION: dict[str, tuple[str, ...]] = {
     "tied-sngp": ("--density", "tied", "--head", "sngp", "--ood-score", "density"),
     "gda++-duq": ("--density", "gda++", "--head", "duq", "--no-second-scaling"),
     "rmd-original": (
-        "--density", "rmd", "--predictions", "original", "--interpolation", "bicubic", "--background", "none"),
+        "--density", "rmd", "--predictions", "original", "--interpolation", "bicubic", "--background", "none",
+        "--resize", "28", "--crop", "28"),
     "vector": (
         "--layer", "6", "--head", "duq", "--density", "mahalanobis++", "--train", "mnist:DATA", "--val", "mnist:DATA"),
     "two layers": ("--layer", "0", "--epsilon", "0.99"),
