@@ -360,12 +360,16 @@ class Errors(NamedTuple):
 
         With ``confidence`` over calibration sets this holds.  The entropies are tested as thresholds in ascending
         order, each by its bound, until one fails (fixed-sequence testing: Bauer 1991; Angelopoulos et al. 2021): every
-        test has its level, and a threshold that is too large passes only if the first one that is does.
+        test has its level, and a threshold that is too large passes only if the first one that is does.  Which are
+        tested depends on the entropies alone.
         """
         check_fraction(risk, "risk")
         count = int(self.accepted[-1]) if len(self.accepted) else 0
-        largest = tolerant_ceil((count + 1) * LARGEST_QUANTILE)
-        tested = (self.accepted >= first_test(count, risk, confidence)) & (self.accepted <= largest)
+        first, largest = first_test(count, risk, confidence), tolerant_ceil((count + 1) * LARGEST_QUANTILE)
+        below = torch.cat([self.accepted.new_zeros(1), self.accepted])[:-1]
+        # Equal entropies may span both limits: those of a sure network are 0.
+        is_first = (below < first) & (below < largest)
+        tested = (self.accepted >= first) & ((self.accepted <= largest) | is_first)
         passed = int((self.bounds(confidence)[tested] <= risk).cumprod(0).sum())
         return float(self.entropies[tested][passed - 1]) if passed else None
 

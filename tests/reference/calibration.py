@@ -26,10 +26,11 @@ def ambiguity_threshold(
 ) -> float | None:
     """Every entropy in turn, by summing binomial probabilities at ``risk``."""
     images = list(zip(entropy.double().tolist(), correct.tolist(), strict=True))
-    best = None
+    best, largest = None, math.ceil((len(images) + 1) * quantile - 1e-9)
     for threshold in sorted({value for value, _ in images}):
         accepted = [right for value, right in images if value <= threshold]
-        if not first <= len(accepted) <= math.ceil((len(images) + 1) * quantile - 1e-9):
+        below = sum(value < threshold for value, _ in images)
+        if len(accepted) < first or (len(accepted) > largest and below >= min(first, largest)):
             continue
         n, errors = len(accepted) - 1, accepted.count(False)
         # The bound is at most ``risk`` exactly where so few errors have a probability of at most 1 − confidence.

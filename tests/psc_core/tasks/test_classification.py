@@ -199,6 +199,14 @@ def test_fewest_images_that_show_a_threshold(risk: float) -> None:
     assert shown == [False, True]
 
 
+@pytest.mark.parametrize("sure", [0.9, 0.96, 1.0])
+def test_images_of_which_the_network_is_sure_are_accepted(sure: float) -> None:
+    entropy = torch.linspace(-sure, 1 - sure, 2000).clamp(min=0)
+    found = Errors.of(entropy, torch.ones(2000, dtype=torch.bool)).threshold(0.05)
+    assert found is not None and found >= 0
+    assert Errors.of(entropy, torch.arange(2000) % 10 > 0).threshold(0.05) is None
+
+
 def test_rejects_scores_that_are_not_finite() -> None:
     n, zeros = 5, torch.zeros(5)
     with pytest.raises(FitError, match="finite OOD scores"):
