@@ -37,6 +37,7 @@ from psc_core.evaluation.evaluate import (
 from psc_core.model import PSCRegressor
 from psc_core.scoring import scored_batches
 from psc_core.settings import BATCH_IMAGES
+from psc_core.tasks.regression import CODE_ACCEPT
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class ScoredNumbers:
     interval: Float[Tensor, "n 2"]
     ood_score: Float[Tensor, " n"]  # nats
     is_ood: Bool[Tensor, " n"]
+    accepted: Bool[Tensor, " n"]  # neither out of distribution nor uncertain
     plain: Float[Tensor, " n"] | None = None  # predictions of the original network, float64, if it was given
 
 
@@ -59,7 +61,8 @@ class RegressionReport(Report):
     width: float  # mean width of the intervals, target's unit
     misses: ObservedRate  # intervals without the true number
     false_alarms: ObservedRate
-    accepted_rmse: float | None  # of the images that are not out of distribution; None if there are none
+    accepted: int  # number of images that are neither out of distribution nor uncertain
+    accepted_rmse: float | None  # of these; None if there are none
     auroc: Mapping[str, float]  # of the OOD score, by out-of-distribution set
     flagged: Mapping[str, float]  # fraction that raises the alarm, by out-of-distribution set
 
@@ -70,11 +73,14 @@ class RegressionReport(Report):
         )
 
     def answers(self) -> dict[str, list[str]]:
-        quiet = self.images - self.false_alarms.count
+        accepted, alarms = self.accepted, self.false_alarms.count
         of_these = "" if self.accepted_rmse is None else f"; their RMSE is {self.accepted_rmse:.4g}"
         return {
             "How far off are the numbers?": [f"RMSE {self.errors['rmse']:.4g}, R² {self.errors['r2']:.4f}."],
-            AUTOMATED: [f"{quiet} of {self.images} images raise no alarm ({percent(quiet / self.images)}){of_these}."],
+            AUTOMATED: [
+                f"{accepted} of {self.images} images are accepted ({percent(accepted / self.images)}){of_these}.",
+                f"The others go to a person: {alarms} unusual, {self.images - accepted - alarms} uncertain.",
+            ],
             FALSE_ALARMS: [describe_rate("False alarms", self.false_alarms)],
             OTHERS: [
                 f"{name}: {percent(self.flagged[name])} are called out of distribution; AUROC {auroc:.4f}."
@@ -97,7 +103,7 @@ class RegressionReport(Report):
             ["mean width of an interval", f"{self.width:.4g}"],
         ]
         if self.accepted_rmse is not None:
-            rows.append(["RMSE of images that raise no alarm", f"{self.accepted_rmse:.4g}"])
+            rows.append(["RMSE of accepted images", f"{self.accepted_rmse:.4g}"])
         words = {
             "RMSE": "root of the mean squared error",
             "R²": "the part of the numbers' variance that is predicted; 1 is perfect, 0 as good as their mean",
@@ -120,7 +126,8 @@ def numbers_of(model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> Score
     outputs, decisions = model.outputs(packed), model.decide(model.outputs(packed.numpy()))
     deviation = torch.hypot(outputs["aleatoric"], outputs["epistemic"])
     ends = torch.stack([torch.from_numpy(decisions.lower), torch.from_numpy(decisions.upper)], dim=1)
-    return ScoredNumbers(outputs["mean"], deviation, ends, outputs["ood_score"], torch.from_numpy(decisions.is_ood))
+    is_ood, accepted = map(torch.from_numpy, (decisions.is_ood, decisions.decision == CODE_ACCEPT))
+    return ScoredNumbers(outputs["mean"], deviation, ends, outputs["ood_score"], is_ood, accepted)
 
 
 class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, OriginalNetwork]):
@@ -172,7 +179,7 @@ class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, OriginalNetwork
     ) -> RegressionReport:
         y, calibrated = known_values(id_data.values), len(model.calibration)
         missed = (y < inside.interval[:, 0]) | (y > inside.interval[:, 1])
-        accepted = ~inside.is_ood
+        accepted = inside.accepted
         return RegressionReport(
             model={"name": model.name, "version": model.version, "layer": model.layer, "target": str(model.target)},
             id_name=id_data.name,
@@ -181,6 +188,7 @@ class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, OriginalNetwork
             width=float(inside.interval.diff(dim=1).mean()),
             misses=observed_rate(missed, 1 - model.policy.coverage, calibrated),
             false_alarms=observed_rate(inside.is_ood, model.policy.alpha, calibrated),
+            accepted=int(accepted.sum()),
             accepted_rmse=metrics.rmse(inside.mean[accepted], y[accepted]) if bool(accepted.any()) else None,
             auroc={name: metrics.auroc(inside.ood_score, scored.ood_score) for name, scored in outside.items()},
             flagged={name: float(scored.is_ood.double().mean()) for name, scored in outside.items()},
