@@ -60,7 +60,7 @@ def evaluate(args: argparse.Namespace) -> None:
     from psc_core.bundle import read_bundle
     from psc_core.data.open import unread_files
     from psc_core.evaluation.evaluate import evaluate as measure
-    from psc_core.evaluation.evaluate import seen_warning
+    from psc_core.evaluation.evaluate import seen_warning, weights_warning
     from psc_core.model import model_class_of
     from psc_core.report import page
     from psc_core.report.content import FILE, Content, collect_test, facts_of
@@ -87,13 +87,15 @@ def evaluate(args: argparse.Namespace) -> None:
     fitted_on = {
         split: task.open_images(model, spec, split=split, target=args.target) for split, spec in splits.items()
     }
-    if warning := seen_warning(model, id_data, fitted_on):
+    each = (seen_warning(model, id_data, fitted_on), weights_warning(model, args.weights) if fitted_on else "")
+    warnings = tuple(filter(None, each))
+    for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     baselines = None
     if fitted_on:
         baselines = task.open_baselines(model, args.weights, **fitted_on, batch_images=args.batch_images)
     found = measure(model, id_data, ood, baselines, batch_images=args.batch_images)
-    measured = replace(found.report, warnings=(warning,) if warning else ())
+    measured = replace(found.report, warnings=warnings)
     text = measured.to_text(verbose=args.verbose)
     if args.out:
         (args.out / "report.json").write_text(json.dumps(measured.to_json(), indent=2) + "\n")

@@ -43,7 +43,7 @@ from psc_core.network.described import NetworkSpec, describe, is_described
 from psc_core.network.export import check_exportable
 from psc_core.network.load import forget_spec, load_described, notes_of, spec_of
 from psc_core.network.output import check_images, check_output, trial_images
-from psc_core.network.weights import files_of
+from psc_core.network.weights import digest_of
 from psc_core.report import page
 from psc_core.report.content import Content, collect_fit, facts_about
 from psc_core.settings import FitSettings, key_values
@@ -56,7 +56,7 @@ def provenance_of(network: NetworkSpec, settings: FitSettings, data: FitData) ->
         "psc_version": __version__,
         "model": without_path(network.spec),
         "model_args": dict(network.model_args),
-        "weights_sha256": digest_of([file for path in network.weights for file in files_of(path)]),
+        "weights_sha256": digest_of(network.weights),
         **origins_of(data),
         "settings": settings.recorded(),
     }
@@ -113,15 +113,6 @@ def _modified(data: ImageDataset) -> str:
     """Return a digest of when each image file was last changed; copies have other times, so no bundle records it."""
     times = (data.source.modified_ns(index) for index in data.indices.tolist())
     return hashlib.sha256(b"".join(b"%d\n" % time for time in times)).hexdigest()
-
-
-def digest_of(files: Sequence[Path]) -> str:
-    """Return the SHA-256 of the files one after the other, hexadecimal."""
-    sha = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            hashlib.file_digest(file, lambda: sha)
-    return sha.hexdigest()
 
 
 def opening_text(net: nn.Module, data: FitData) -> str:

@@ -20,6 +20,8 @@ from psc_core.errors import UsageError
 from psc_core.images.preprocess import Images, Preprocess
 from psc_core.metrics import CountInterval, RateInterval
 from psc_core.model import FittedModel
+from psc_core.network.described import describe
+from psc_core.network.weights import digest_of
 from psc_core.settings import BATCH_IMAGES, Precision
 from psc_core.text import align
 
@@ -255,6 +257,18 @@ def seen_warning(model: FittedModel, data: ImageDataset, fitted_on: Mapping[str,
                 f"{count} of the {len(data)} images of {data.name} are {noun} images of the model; what is measured on "
                 "them does not hold for new ones, so give images that it has not seen"
             )
+    return ""
+
+
+def weights_warning(model: FittedModel, weights: Path) -> str:
+    """Refuse other weights than the fit's; return a warning, or "", where the bundle has no digest to compare."""
+    family = "onnx:" if weights.suffix == ".onnx" else "hf:" if weights.is_dir() else ""
+    provenance = model.report.get("provenance", {})
+    fitted, digest = str(provenance.get("model")), provenance.get("weights_sha256")
+    if digest is None or not (fitted.startswith(family) if family else model.backbone.cut.network):
+        return f"the bundle does not say whether its network had the weights in {weights}"
+    if digest != digest_of(describe(f"{family}{weights}").weights if family else [weights]):
+        raise UsageError(f"{weights} has other weights than the network of {model.name}; give those of its fit")
     return ""
 
 

@@ -21,6 +21,7 @@ network.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import pickle
@@ -29,9 +30,10 @@ import re
 import stat
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Final
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
@@ -126,6 +128,16 @@ def _other_format(path: Path, head: bytes) -> NetworkError:
 
 def files_of(path: Path) -> list[Path]:
     return [path, *sorted(set(_read_index(path).values()))] if path.name.endswith(INDEX) else [path]
+
+
+def digest_of(paths: Iterable[Path]) -> str:
+    """Return the SHA-256 of the files, and those that they list, one after the other, hexadecimal."""
+    sha = hashlib.sha256()
+    for part in chain.from_iterable(map(files_of, paths)):
+        _check_regular(part)
+        with part.open("rb") as file:
+            hashlib.file_digest(file, lambda: sha)
+    return sha.hexdigest()
 
 
 def is_whole_network(checkpoint: object) -> bool:

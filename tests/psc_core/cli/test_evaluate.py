@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from psc_core import open_dataset
 from psc_core.cli import evaluate as cli_eval
@@ -119,7 +120,18 @@ def test_baselines_without_provenance(  # type: ignore[no-untyped-def]
     weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
     code, out, err = run(capsys, cli_eval.main, [*words, "--weights", weights, "--train", data, "--val", data])
     assert code == 0, err
-    assert "temperature" in out
+    assert "temperature" in out and weights in err
+
+
+def test_other_weights_than_those_of_the_fit_are_refused(
+    tiny_job: TinyJob, tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, other = f"mnist:{data_root}", tmp_path / "other.safetensors"
+    save_file({name: tensor + 1 for name, tensor in tiny_job.net.state_dict().items()}, other)
+    words = ["--bundle", str(tiny_bundle), "--id", data, "--allow-factories", "tests.tiny:network", "--device", "cpu"]
+    words += ["--weights", str(other), "--train", data, "--val", data]
+    code, _, err = run(capsys, cli_eval.main, words)
+    assert code == 2 and str(other) in err
 
 
 def test_eval_writes_its_report(tiny_job, tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -13,13 +13,14 @@ from PIL import Image
 from psc_core import FitSettings, open_dataset
 from psc_core.cli import fit as cli
 from psc_core.cli import job as estimate
-from psc_core.cli.job import digest_of, job_of, provenance_of, without_path
+from psc_core.cli.job import job_of, provenance_of, without_path
 from psc_core.compute import Compute
 from psc_core.data.cache import Scratch
 from psc_core.data.open import image_folder
 from psc_core.fit_data import FitData, FitJob
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.described import NetworkSpec
+from psc_core.network.weights import digest_of
 from tests.psc_core.cli.support import run
 
 
