@@ -430,10 +430,16 @@ class TemperatureHead(ClassifierHead):
 
 
 def fit_temperature_head(logits: Float[Tensor, "m classes"], labels: Int[Tensor, " m"]) -> TemperatureHead:
-    """Fit the temperature by validation NLL, see :func:`.softmax.choose_temperature`."""
-    temperature = choose_temperature(logits, logits.new_zeros(len(logits), 1), labels)
-    record = {"temperature": temperature, "val_nll": float(nll(logits / temperature, labels).mean())}
+    """Fit the temperature by validation NLL, see :func:`.softmax.choose_temperature`; what gives NaN does not count."""
+    usable = ~logits.softmax(1).isnan().any(1)
+    temperature = choose_temperature(logits[usable], logits.new_zeros(int(usable.sum()), 1), labels[usable])
+    record = {"temperature": temperature, "val_nll": float(own_nll(logits, temperature, labels).mean())}
     return TemperatureHead({"temperature": logits.new_tensor(temperature)}, record=record)
+
+
+def own_nll(logits: Float[Tensor, "m classes"], temperature: float, labels: Int[Tensor, " m"]) -> Float[Tensor, " m"]:
+    """Return −log p(label) of the network's own softmax, nats; zero or NaN costs as in :func:`better_of`."""
+    return label_nll((logits.double() / temperature).softmax(1).nan_to_num(nan=0.0), labels)
 
 
 def better_of(
@@ -451,7 +457,7 @@ def better_of(
     NaN, costs 87.3 nats (:data:`psc_core.metrics.LOG_FLOOR`).
     """
     of_head = label_nll(head(z).probabilities.nan_to_num(nan=0.0), labels)
-    difference = of_head - nll(logits / tempered.temperature.to(logits.device), labels)
+    difference = of_head - own_nll(logits, float(tempered.temperature), labels)
     mean = float(difference.mean())
     of_images = difference - mean
     if images is not None:

@@ -503,11 +503,19 @@ class Classification(Task):
     def first_evaluation(
         cls, net: Callable[[Tensor], Tensor], train: ImageDataset, val: ImageDataset, compute: Compute
     ) -> FirstEvaluation:
-        of_train, (of_val, predicted) = network_accuracy(net, train, compute)[0], network_accuracy(net, val, compute)
+        (of_train, _, nan_train), (of_val, predicted, nan_val) = (
+            network_accuracy(net, data, compute) for data in (train, val)
+        )
         text = (
             f"the original network: accuracy {of_train:.3f} on training and {of_val:.3f} on validation images (at most "
             f"{FIRST_EVALUATION_IMAGES:,} of each)"
         )
+        if broken := nan_train + nan_val:
+            return FirstEvaluation(
+                text,
+                f"the original network gives NaN on {broken} of {len(train) + len(val)} images; check its weights and "
+                "the preprocessing",
+            )
         if not metrics.better_than_guessing(predicted, val.first_labels()):
             return FirstEvaluation(text, GUESSES)
         if of_val < of_train - ACCURACY_GAP:
@@ -610,11 +618,13 @@ def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
 
 def network_accuracy(
     net: Callable[[Tensor], Tensor], data: ImageDataset, compute: Compute
-) -> tuple[float, Int[Tensor, " n"]]:
-    """Return the original network's accuracy, and what it predicts.
+) -> tuple[float, Int[Tensor, " n"], int]:
+    """Return the original network's accuracy, what it predicts, and on how many images it gives NaN.
 
     Of an image with several labels the fraction that is predicted counts.
     """
-    labels, predicted = data.offsets.diff(), run_network(net, data, compute).argmax(1)
+    labels, outputs = data.offsets.diff(), run_network(net, data, compute)
+    predicted = outputs.argmax(1)
     hits = predicted.repeat_interleave(labels) == data.labels
-    return float((hits / labels.repeat_interleave(labels)).sum()) / len(data), predicted
+    accuracy = float((hits / labels.repeat_interleave(labels)).sum()) / len(data)
+    return accuracy, predicted, int(outputs.isnan().any(1).sum())

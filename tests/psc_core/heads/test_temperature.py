@@ -86,6 +86,20 @@ def test_a_head_with_an_unusable_probability_loses(first: float) -> None:
     json.dumps(chosen.record, allow_nan=False)
 
 
+def test_a_network_that_gives_nan_loses() -> None:
+    z, labels = images(400, 6, 3, seed=5)
+    logits = 3 * torch.randn(400, 3, generator=torch.Generator().manual_seed(0))
+    usable = fit_temperature_head(logits[4:], labels[4:])
+    logits[:4] = torch.nan
+    own = fit_temperature_head(logits, labels)
+    assert own.record["temperature"] == usable.record["temperature"]
+    lost = 4 * -math.log(LOG_FLOOR)
+    assert own.record["val_nll"] == pytest.approx((396 * usable.record["val_nll"] + lost) / 400)
+    chosen = better_of(fit("laplace"), own, z, logits, labels)
+    assert not isinstance(chosen, TemperatureHead)
+    json.dumps(chosen.record, allow_nan=False)
+
+
 def test_own_probabilities_are_the_networks_softmax() -> None:
     logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     head = TemperatureHead({"temperature": torch.tensor(2.0)}, record={})

@@ -34,7 +34,7 @@ from psc_core.answers import (
 from psc_core.data.dataset import ArraySource, ImageDataset, label_images
 from psc_core.errors import BundleError, FitError, UsageError
 from psc_core.heads.base import entropy
-from psc_core.tasks.base import FloatArray, Outputs, pack
+from psc_core.tasks.base import FloatArray, Outputs, pack, run_network
 from psc_core.tasks.classification import (
     ABSTAIN_AMBIGUOUS,
     RISK_CONFIDENCE,
@@ -445,3 +445,14 @@ def test_warns_of_validation_images_that_are_prepared_otherwise(
     others = label_images("turned", val.classes, ArraySource(turned), val.labels, val.preprocess)
     said = Classification.first_evaluation(tiny_job.net, train, others, COMPUTE)
     assert "much harder" in said.warning
+
+
+def test_images_are_counted_that_a_network_gives_nan_on(tiny_job: TinyJob, train: ImageDataset) -> None:
+    def broken(x: Tensor) -> Tensor:
+        outputs: Tensor = tiny_job.net(x)
+        return torch.where((outputs.argmax(1) == 3)[:, None], torch.nan, outputs)
+
+    few = train.subset(torch.arange(300))
+    count = int((run_network(tiny_job.net, few, COMPUTE).argmax(1) == 3).sum())
+    said = Classification.first_evaluation(broken, few, few, COMPUTE)
+    assert f"{2 * count} of 600 images" in said.warning
