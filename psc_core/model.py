@@ -171,8 +171,8 @@ class FittedModel:
         """Return this model with p-values, thresholds and prediction sets from other validation images.
 
         All of these images calibrate, none selects; everything else stays.  The ambiguity threshold is chosen again;
-        where the images are too few or too often wrong to show one, it stays too, and a warning says so.  This model
-        does not change: ``psc = psc.calibrate(loader)``.
+        where the images are too few or too often wrong to show one, nothing is accepted, and a warning says so.  This
+        model does not change: ``psc = psc.calibrate(loader)``.
 
         Args:
             loader: A loader as in :meth:`psc_core.PSC.fit`, or an :class:`psc_core.ImageDataset`, of images that were
