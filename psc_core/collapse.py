@@ -59,6 +59,7 @@ from psc_core.compute import Compute, add_statistics, distances_to_means, passes
 from psc_core.data.dataset import ImageDataset, known_values
 from psc_core.errors import FitError, UsageError, hint
 from psc_core.features import KeptFeatures
+from psc_core.images.preprocess import Inputs
 from psc_core.linalg import (
     MIN_COLUMNS,
     ClassScatter,
@@ -261,6 +262,14 @@ class LinearFit(LayerQuality):
 MEASURES: Final = {measure.name: measure for measure in (NearestMean, LinearFit)}
 
 
+def check_layer(name: str, layers: Sequence[LayerInfo]) -> None:
+    """Require one of the layers before the output."""
+    names = [layer.name for layer in layers if layer.role != "output"]
+    if name not in names:
+        near = hint(name, names, f"the last are {', '.join(names[-4:])}")
+        raise UsageError(f"expected one of the measured layers before the output, got {name!r}; {near}")
+
+
 @dataclass(frozen=True)
 class ChosenLayer:
     """The one or two layers that a PSC reads, in execution order, and why, in one sentence with the numbers."""
@@ -300,11 +309,8 @@ class CollapseReport:
 
     def layer(self, name: str) -> LayerCollapse:
         """Return the measurement of one layer."""
-        names = [layer.name for layer in self.layers]
-        if name in names:
-            return self.layers[names.index(name)]
-        near = hint(name, names, f"the last are {', '.join(names[-4:])}")
-        raise UsageError(f"expected one of the measured layers, got {name!r}; {near}")
+        check_layer(name, self.layers)
+        return next(layer for layer in self.layers if layer.name == name)
 
     def named(self, layer: LayerCollapse) -> str:
         """Return a layer's name with its numbers, as text."""
@@ -453,6 +459,20 @@ def columns_of(features: Sequence[Tensor], columns: slice) -> list[Tensor]:
     return [layer.flatten(1)[:, columns] for layer in features]
 
 
+def layers_to_measure(net: nn.Module, trial: Inputs, settings: FitSettings) -> list[LayerInfo]:
+    """Return the layers of the pattern and the penultimate one."""
+    every = list_layers(net, trial, granularity=settings.granularity)
+    names = {layer.name for layer in select_layers(every, settings.layers)}
+    return [layer for layer in every if layer.name in names or layer.role == "penultimate"]
+
+
+def check_named(net: nn.Module, trial: Inputs, settings: FitSettings) -> None:
+    """Require, before any image is measured, layers that the settings name."""
+    wanted = layers_to_measure(net, trial, settings)
+    if settings.layer != "auto":
+        check_layer(settings.layer, wanted)
+
+
 def measure_layers(
     net: nn.Module,
     train: ImageDataset,
@@ -470,9 +490,7 @@ def measure_layers(
     """
     compute = replace(compute, precision="fp32")
     trial = trial_input(train.preprocess).to(compute.device)
-    every = list_layers(net.to(compute.device), trial, granularity=settings.granularity)
-    names = {layer.name for layer in select_layers(every, settings.layers)}
-    wanted = [layer for layer in every if layer.name in names or layer.role == "penultimate"]
+    wanted = layers_to_measure(net.to(compute.device), trial, settings)
     sums = {layer.name: torch.zeros(3, dtype=torch.float64) for layer in wanted}
     quality = quality_type(train, selection, compute)
     groups = layer_groups(wanted, len(train.classes), compute.batch_size, compute.device_memory)

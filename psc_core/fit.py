@@ -43,7 +43,7 @@ from psc_core.calibrate import (
     with_class,
 )
 from psc_core.checks import REVIEWED
-from psc_core.collapse import ChosenLayer, CollapseReport, measure_layers, to_text
+from psc_core.collapse import ChosenLayer, CollapseReport, check_named, measure_layers, to_text
 from psc_core.compute import FIT_STEPS, begin, own_state, steps
 from psc_core.data import MAX_BAD_IMAGES
 from psc_core.data.cache import Scratch, check_disjoint, warn_of_repeated
@@ -206,6 +206,7 @@ def fit(
             if chosen.predictions == "auto":
                 warn(f"the head will predict, the original network cannot: {error}")
         check_images(net, images, name=type(net).__name__)
+        check_named(net, images[:1], chosen)
         if train.preprocess.is_known and spec_of(net) is None:
             _warn_of_no_export(net, images[:1], chosen.precision)
     val = open_images(loaders[1], "the validation data", described_as(train))

@@ -31,7 +31,7 @@ from torch import nn
 from psc_core import __version__
 from psc_core.bundle import MAX_NAME, check_network, check_target, check_text
 from psc_core.cli import flags
-from psc_core.collapse import to_csv
+from psc_core.collapse import check_named, to_csv
 from psc_core.compute import Compute, Progress, join_processes, passes, track
 from psc_core.data.cache import Scratch, check_disjoint, only_readable
 from psc_core.data.dataset import ImageDataset, draw_balanced
@@ -164,6 +164,7 @@ def open_job(args: argparse.Namespace) -> tuple[nn.Module, NetworkSpec, FitJob]:
     images = trial_images(train.preprocess).to(compute.device)
     check_output(net, images[:1], outputs, name=network.spec)
     check_images(net, images, name=network.spec)
+    check_named(net, images[:1], settings)
     if spec_of(net) is None:  # a bundle will hold its graph
         check_exportable(net, images[:1], compute.precision)
     # Last, as it may take long; not job.data.train: the network has seen what that leaves out.

@@ -199,6 +199,12 @@ def test_bad_flags_give_one_line(tiny_job, tmp_path: Path, capsys, flag: str, va
     assert {each.name for each in tmp_path.glob("[!.]*")} == {"file", "other"}, "a checkpoint may stay, hidden"
 
 
+@pytest.mark.parametrize("layer", ["8", "layer9"])  # 8 gives the output.
+def test_a_layer_that_is_none_is_told_before_a_pass(tiny_job, tmp_path: Path, capsys, layer: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = run(capsys, cli.main, [*tiny_job.args, "--out", str(tmp_path / "b"), "--layer", layer])
+    assert (code, out) == (2, "") and f"before the output, got '{layer}'" in err
+
+
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_folders_that_differ_are_told_before_the_network_is_loaded(  # type: ignore[no-untyped-def]
     folder_args: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, more: list[str]

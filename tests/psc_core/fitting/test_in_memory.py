@@ -418,6 +418,7 @@ def test_what_the_program_has_set_changes_no_number(
         ({"seed": True}, "expected seed of type int, got True of type bool"),
         ({"head": "none"}, "expected head of a classifier"),
         ({"max_width": 3.0}, "a classifier does not read max_width"),
+        ({"layer": "8"}, "before the output, got '8'"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(
