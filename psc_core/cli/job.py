@@ -309,7 +309,8 @@ def timed_fit(net: nn.Module, job: FitJob, size: int, max_bad_images: int) -> tu
     """Fit to ``size`` training images and the same fraction of the validation images: the seconds, and the bytes."""
     data = job.data
     fraction, classes = size / len(data.train), len(data.train.classes)
-    lenient = job.settings.changed({"alpha": 0.5, "coverage": 0.5})  # Rates that so few images can keep.
+    # What so few images can keep, and have components for.
+    lenient = job.settings.changed({"alpha": 0.5, "coverage": 0.5, "risk": None, "pca": None})
     began = time.perf_counter()
     few = data.fewer(size, max(round(len(data.val) * fraction), min(len(data.val), 4 * classes)))
     job, notes = replace(job, data=few, settings=lenient, scratch=Scratch()).decode(max_bad_images)

@@ -145,9 +145,17 @@ def test_classes_and_speed_decide_how_many_images_are_tried(data_root: Path) -> 
     assert estimate.fit_images(0.1, many) == min(2400, all_of_them)
 
 
-@pytest.mark.parametrize("job", ["tiny_job", "angle_job"])
-def test_dry_run_writes_nothing(job: str, tmp_path: Path, capsys, request: pytest.FixtureRequest) -> None:  # type: ignore[no-untyped-def]
-    words = [*request.getfixturevalue(job).args, "--dry-run", "--out", str(tmp_path / "b")]
+@pytest.mark.parametrize(
+    ("job", "flags"),
+    [
+        ("tiny_job", ["--risk", "0.05", "--density", "gda", "--layer", "0", "--pca", "50"]),
+        ("angle_job", []),
+    ],
+)
+def test_dry_run_writes_nothing(  # type: ignore[no-untyped-def]
+    job: str, flags: list[str], tmp_path: Path, capsys, request: pytest.FixtureRequest
+) -> None:
+    words = [*request.getfixturevalue(job).args, *flags, "--dry-run", "--out", str(tmp_path / "b")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(estimate, "rate", lambda *_: 1e9)  # A network so fast that all images would be tried.
         code, out, err = run(capsys, cli.main, words)
