@@ -12,6 +12,7 @@ bundle only claims.
 from __future__ import annotations
 
 import ctypes
+import filecmp
 import hashlib
 import json
 import os
@@ -48,6 +49,7 @@ PARTS: Final = ("backbone", "projection", "density", "head", "calibration", *OPT
 MAX_PART_BYTES: Final = 16 << 30  # maximum size of a tensor file, in bytes
 GRAPH: Final = "backbone.onnx"  # the file for a network that no name can build, instead of its tensors
 FILES: Final = ("manifest.json", GRAPH, *(f"{part}.safetensors" for part in PARTS))  # all that a bundle may consist of
+REPORT: Final = ("report.html", "report.safetensors", "README.md")  # what stands beside a bundle, about its version
 HISTORY: Final = "recalibrations"  # in a bundle's provenance: its recalibrations, the oldest first
 MAX_NAME: Final = 200  # maximum length of a model name, in characters
 MAX_ARGUMENT: Final = 1 << 16  # maximum magnitude of a number among a network's arguments, which are sizes and counts
@@ -406,7 +408,10 @@ def check_target(path: Path, *, overwrite: bool = True) -> None:
 def write_bundle(
     path: Path, fields: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]], graph: bytes | None = None
 ) -> Manifest:
-    """Write a bundle, the same bytes for equal input; of one that it replaces other files and folders stay."""
+    """Write a bundle, the same bytes for equal input.
+
+    Of one that it replaces other files and folders stay, but for the report of another version.
+    """
     check_target(path)
     blobs = {f"{part}.safetensors": _serialise(tensors) for part, tensors in parts.items()}
     if graph is not None:
@@ -456,8 +461,11 @@ def _put(scratch: Path, path: Path) -> None:
             except BaseException:
                 retired.rename(path)
                 raise
+        before, now = retired / "manifest.json", path / "manifest.json"
+        is_same = before.exists() and filecmp.cmp(before, now, shallow=False)
+        gone = FILES if is_same else (*FILES, *REPORT)
         for kept in retired.iterdir():
-            if kept.name not in FILES:
+            if kept.name not in gone:
                 kept.rename(path / kept.name)
         _sync_folder(path)
         _sync_folder(path.parent)

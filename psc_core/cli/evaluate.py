@@ -100,9 +100,10 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.out:
         (args.out / "report.json").write_text(json.dumps(measured.to_json(), indent=2) + "\n")
         (args.out / "report.md").write_text(measured.to_markdown(), encoding="utf-8")
-        fitted = (
-            Content.load(args.bundle, type(model.task)) if (args.bundle / FILE).exists() else Content(model.version)
-        )
+        fitted = Content(model.version)
+        if (args.bundle / FILE).exists():
+            kept = Content.load(args.bundle, type(model.task))
+            fitted = kept if kept.version == model.version else fitted
         content = fitted.extended_by(collect_test(model, id_data, ood, found))
         text += f"\nreport: {page.write(facts_of(bundle, content), args.out, measured)}"
     print(text)

@@ -22,7 +22,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from psc_core.bundle import Manifest, fit_command
+from psc_core.bundle import REPORT, Manifest, fit_command
 from psc_core.collapse import CollapseReport
 from psc_core.evaluation.evaluate import Report
 from psc_core.evaluation.replay import Fraction, Replay
@@ -30,7 +30,7 @@ from psc_core.images.decode import SMALL, as_base64, png_of
 from psc_core.model import model_class_of
 from psc_core.network.described import NetworkSpec
 from psc_core.report import FIGURES, PAGE
-from psc_core.report.content import FILE, Facts, Role, ScoredSet
+from psc_core.report.content import Facts, Role, ScoredSet
 from psc_core.text import align
 
 Figures = dict[str, Figure | None]  # figures by name; None if there is nothing to draw
@@ -265,8 +265,8 @@ def write_card(facts: Facts) -> None:
 
 def remove(folder: Path) -> None:
     """Remove page, figures, content and card from a bundle's folder, because after a new fit they are out of date."""
-    for file in (folder / PAGE, folder / FILE, folder / CARD):
-        file.unlink(missing_ok=True)
+    for name in REPORT:
+        (folder / name).unlink(missing_ok=True)
     _remove_figures(folder)
     with suppress(OSError):  # missing, or it holds other files, such as an evaluation's
         (folder / FIGURES).rmdir()

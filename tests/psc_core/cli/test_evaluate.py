@@ -163,7 +163,7 @@ def test_images_of_the_fit_are_named_wherever_the_report_is_read(
     bundle, data = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle")), f"mnist:{data_root}"
     digest = open_dataset(data, split="test", preprocess=PRESETS["mnist"]).digest()
     forge.edit(bundle, lambda body: body.update(provenance={"val": {"sha256": digest}}))
-    (bundle / "report.safetensors").unlink()  # of the bundle before
+    assert (bundle / "report.safetensors").exists(), "of the bundle before"
     words = ["--bundle", str(bundle), "--id", data, "--allow-factories", "tests.tiny:network", "--verbose"]
     code, out, err = run(capsys, cli_eval.main, [*words, "--device", "cpu", "--out", str(tmp_path / "report")])
     warning = "images of mnist are validation images of the model"
