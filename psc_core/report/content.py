@@ -321,10 +321,11 @@ class Facts:
         return self.of_task.limits_of(self.manifest.policy, self.calibration, self.manifest.metrics)
 
     @cached_property
-    def flagged(self) -> dict[str, float]:
-        """The fraction of each set of images that raises the alarm."""
+    def flagged(self) -> dict[tuple[Role, str], float]:
+        """The fraction of each set of images that raises the alarm, by its role and its name, which users choose."""
         return {
-            images.name: float((images.ood_score > self.ood_threshold).double().mean()) for images in self.content.sets
+            (images.role, images.name): float((images.ood_score > self.ood_threshold).double().mean())
+            for images in self.content.sets
         }
 
     @cached_property
@@ -437,7 +438,7 @@ class Facts:
         return "" if kept is None else f"stores {kept.count} training images, which are as private as these"
 
     def flagged_as(self, role: Role) -> dict[str, float]:
-        return {images.name: self.flagged[images.name] for images in self.content.sets if images.role is role}
+        return {name: flagged for (of, name), flagged in self.flagged.items() if of is role}
 
     def to_text(self, *, verbose: bool = True) -> str:
         """Return the last lines of a fit on the terminal; unless ``verbose``, without what the report has too."""

@@ -139,7 +139,8 @@ def test_facts_of_the_shipped_bundle(shipped_bundle: Path) -> None:
     threshold = PSC.load(shipped_bundle, device="cpu").calibration.ood_score_threshold(0.05)
     assert found.ood_threshold == threshold
     assert found.flagged == {
-        images.name: sum(score > threshold for score in images.ood_score.tolist()) / len(images.ood_score)
+        (images.role, images.name): sum(score > threshold for score in images.ood_score.tolist())
+        / len(images.ood_score)
         for images in found.content.sets
     }
     assert list(found.quality) == ["the original network", "with PSC"]
@@ -147,6 +148,14 @@ def test_facts_of_the_shipped_bundle(shipped_bundle: Path) -> None:
     assert f"{threshold:.4g} nats" in text and "less accurate" not in text
     assert "4000 of them, 4.3 to 5.7%" in text  # quantiles of Beta(200, 3801)
     assert found.chosen is not None and found.chosen.layers == tuple(read_bundle(shipped_bundle).manifest.layers)
+
+
+def test_sets_of_one_name_keep_their_rates(shipped_bundle: Path) -> None:
+    manifest = read_bundle(shipped_bundle).manifest
+    scores = {Role.VALIDATION: [0.0, 0.0], Role.SYNTHETIC: [0.0, 99.0], Role.OOD: [99.0, 99.0]}
+    images = tuple(image_set("turned", role, of) for role, of in scores.items())
+    found = facts_of(read_bundle(shipped_bundle), Content(manifest.version, images))
+    assert [found.flagged_as(role) for role in scores] == [{"turned": rate} for rate in (0.0, 0.5, 1.0)]
 
 
 def test_shares_of_decisions(shipped_bundle: Path) -> None:

@@ -114,7 +114,7 @@ def test_facts_of_a_regression(angle_bundle: Path) -> None:
     assert ["the", "original", "network", "2", "–", "–", "–"] in rows
     assert ["with", "PSC", "1", "0.5", "1.25", "0.75"] in rows
     assert "less accurate" not in text
-    assert found.flagged["clothes"] == sum(score > found.ood_threshold for score in (7.0, 8.0, 9.0)) / 3
+    assert found.flagged_as(Role.OOD)["clothes"] == sum(score > found.ood_threshold for score in (7.0, 8.0, 9.0)) / 3
 
 
 def test_an_interval_is_too_wide_above_a_deviation(angle_bundle: Path) -> None:
