@@ -315,13 +315,15 @@ class ImageDataset:
 
     def digest(self) -> str:
         """Return the SHA-256 of the images' fingerprints and the labels or target values, for provenance."""
-        sha = hashlib.sha256("\0".join(self.classes).encode())
+        labels: tuple[Tensor, ...] = (self.labels, self.offsets)
+        named = "\0".join(self.classes)
+        if self.values is not None:  # Without the bins, which a fit takes from its training images.
+            labels, named = (self.values,), f"{self.target}\0"
+        sha = hashlib.sha256(named.encode())
         for index in self.indices.numpy():
             sha.update(self.source.fingerprint(int(index)))
-        sha.update(self.labels.contiguous().numpy().data)
-        sha.update(self.offsets.contiguous().numpy().data)
-        if self.values is not None:
-            sha.update(f"{self.target}\0".encode() + self.values.contiguous().numpy().tobytes())
+        for part in labels:
+            sha.update(part.contiguous().numpy().data)
         return sha.hexdigest()
 
 

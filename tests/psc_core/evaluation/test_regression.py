@@ -14,7 +14,7 @@ from psc_core.answers import Target
 from psc_core.cli.evaluate import main
 from psc_core.compute import Compute
 from psc_core.errors import DataError, UsageError
-from psc_core.evaluation.evaluate import evaluate
+from psc_core.evaluation.evaluate import evaluate, seen_warning
 from psc_core.evaluation.regression import RegressionEvaluator, RegressionReport
 from tests.conftest import TinyJob
 
@@ -50,6 +50,12 @@ def test_equals_the_predictions(model: PSCRegressor, data_root: Path) -> None:
     accepted = torch.tensor([decision == "accept" for decision in got.decision])
     assert 0 < report.accepted == int(accepted.sum()) < int((~got.is_ood).sum())
     assert report.accepted_rmse == pytest.approx(metrics.rmse(got.mean[accepted], y[accepted]), rel=1e-5)
+
+
+def test_warns_of_images_of_the_fit(model: PSCRegressor, data_root: Path) -> None:
+    for split, seen in (("val", True), ("test", False)):
+        data = RegressionEvaluator().open_images(model, f"rotated-mnist:{data_root}", split=split)
+        assert ("are validation images of the model" in seen_warning(model, data, {})) == seen
 
 
 def test_command_line_writes_what_it_prints(
