@@ -85,13 +85,13 @@ class FitData:
                 f"expected the same target for training and validation, got {train.target} and {val.target}"
             )
         train, val = found.labelled(train, val)
-        return cls(draw_balanced(train, max_images, seed), val, found, seed).checked()
+        return cls(draw_few(train, max_images, seed), val, found, seed).checked()
 
     @classmethod
     def without_validation(cls, train: ImageDataset, *, seed: int, max_images: int | None) -> FitData:
         """Return training images that stand in for validation images, for a stage that only chooses by them."""
         found = task_of_images(train)
-        train = draw_balanced(found.labelled(train, train)[0], max_images, seed)
+        train = draw_few(found.labelled(train, train)[0], max_images, seed)
         return cls(train, train, found, seed, is_split=False).checked()
 
     def checked(self) -> FitData:
@@ -162,6 +162,14 @@ class FitData:
             check_rates(len(self.calibration), alpha=alpha, coverage=coverage)
         except UsageError as error:
             raise UsageError(f"{error} (half of the {len(self.val)} validation images calibrate)") from error
+
+
+def draw_few(train: ImageDataset, max_images: int | None, seed: int) -> ImageDataset:
+    """Return at most ``max_images`` training images, balanced over classes, of which each needs two."""
+    fewest = 2 * len(train.classes)
+    if max_images is not None and max_images < min(fewest, len(train)):
+        raise UsageError(f"expected --max-images of at least {fewest}, two for each class or bin, got {max_images}")
+    return draw_balanced(train, max_images, seed)
 
 
 def check_preprocessing(train: ImageDataset, val: ImageDataset) -> None:

@@ -59,6 +59,8 @@ def test_halves_are_split_once_and_stay_with_their_images(train: ImageDataset, v
     fewer = data.fewer(100, 40)
     assert (len(fewer.train), len(fewer.selection), len(fewer.calibration)) == (100, 20, 20)
     assert len(FitData.of(train, val, max_images=50).train) == 50
+    with pytest.raises(UsageError, match=r"--max-images of at least 20,.* got 19"):
+        FitData.of(train, val, max_images=19)
 
 
 @pytest.mark.parametrize("changes", [{"height": 32, "width": 32}, {"resizer": "pillow"}])
