@@ -319,6 +319,7 @@ class ClassificationReport(Report):
     accepted_wrong: int  # number of these whose (first) label is not predicted
     mean_set_size: float  # mean number of classes in a prediction set
     by_class: Mapping[str, ClassCounts]
+    has_checks: bool  # without them the model cannot learn what people reviewed
     ambiguity: Mapping[str, float] = field(default_factory=dict)  # AUROC of entropy by classifier; empty if none
 
     def to_json(self) -> dict[str, Any]:
@@ -392,9 +393,10 @@ class ClassificationReport(Report):
             return []
         doubled = self.doubled
         found = ", ".join(f"{percent(part)} of {name}" for name, part in doubled.flagged.items())
+        teaches = " Ten such images teach it: psc-recalibrate --learn." if self.has_checks else ""
         return [
             f"With alpha {doubled.alpha:g} (psc-serve --alpha, ?alpha= of a request): {found}, and "
-            f"{percent(doubled.false_alarms)} of {self.id_name}. Ten such images teach it: psc-recalibrate --learn."
+            f"{percent(doubled.false_alarms)} of {self.id_name}.{teaches}"
         ]
 
     def _found(self, ood: str) -> list[str]:
@@ -649,5 +651,6 @@ class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClas
             accepted_wrong=int(inside.accepted_wrong.sum()),
             mean_set_size=float(inside.set_size.double().mean()),
             by_class=count_by_class(inside, id_data.first_labels(), model.classes),
+            has_checks=bool(model.checks),
             ambiguity=ambiguity(inside.entropy, id_data.groups),
         )

@@ -352,6 +352,7 @@ REPORT = ClassificationReport(
     accepted_wrong=16,
     mean_set_size=1.07,
     by_class={"one": ClassCounts(600, 590, 500, 4, 40), "two|three": ClassCounts(400, 370, 300, 12, 10)},
+    has_checks=True,
     ambiguity={"psc": 0.97, "original": 0.96},
 )
 
@@ -395,6 +396,12 @@ def test_answers_say_what_was_not_measured() -> None:
     assert len(others) == 2 and "no other method" in others[1]
     *_, others, _ = dataclasses.replace(REPORT, separation={}, acceptance={}, flagged={}).answers().values()
     assert len(others) == 1 and "--ood" in others[0]
+
+
+@pytest.mark.parametrize("has_checks", [True, False])
+def test_only_a_model_with_checks_can_be_taught(has_checks: bool) -> None:
+    lines = dataclasses.replace(REPORT, has_checks=has_checks).answers()[OTHERS]
+    assert ("--learn" in lines[-1]) == has_checks and "alpha 0.1" in lines[-1]
 
 
 def test_unknown_standard_error_is_a_tie() -> None:
