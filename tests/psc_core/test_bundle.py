@@ -378,6 +378,9 @@ def test_the_old_bundle_goes_after_the_new_one(bundle: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "rename", lambda path, to: (events.append(f"renamed {to.name}"), rename(path, to))[1])
+    monkeypatch.setattr(
+        "psc_core.bundle._exchange", lambda one, to: (events.append(f"renamed {to.name}"), _exchange(one, to))[1]
+    )
     monkeypatch.setattr(shutil, "rmtree", lambda path: (events.append("removed"), rmtree(path)))
     write_bundle(bundle, before.manifest.model_dump(exclude={"version", "files"}), before.parts)
     replaced = events.index("renamed bundle")
