@@ -261,6 +261,9 @@ def reviewed_of(images: Iterable[LoggedLabel]) -> list[LoggedLabel]:
     return with_share(max(shares, key=lambda share: effective_count(_weights(with_share(share))), default=1.0))
 
 
+_TIMES: Final = 256  # at which a day is cut at most, as each looks at all of its images
+
+
 def _asked(day: Sequence[LoggedLabel]) -> npt.NDArray[np.intp]:
     """Return the positions of those of a day's images, in the order of their digests, that are asked for labels."""
     is_labelled = np.array([image.kind is not None for image in day])
@@ -271,7 +274,8 @@ def _asked(day: Sequence[LoggedLabel]) -> npt.NDArray[np.intp]:
         enough = is_labelled[at].cumsum() >= REVIEWED * np.arange(1, len(at) + 1)
         return at[: int(enough.nonzero()[0].max(initial=-1)) + 1]
 
-    found = [until(time) for time in np.unique(times[is_labelled])[::-1]] or [until(-np.inf)]
+    ends = np.unique(times[is_labelled])[::-1]
+    found = [until(time) for time in ends[:: len(ends) // _TIMES + 1]] or [until(-np.inf)]
     most = max(found, key=lambda at: is_labelled[at].sum())
     return most if 2 * is_labelled[most].sum() >= is_labelled.sum() else found[0]
 
