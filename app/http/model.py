@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.resources import files
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union
 
@@ -268,7 +269,13 @@ def examples_in(folder: Path, home: Path) -> dict[str, Path]:
         and path.resolve().is_relative_to(root)
         and path.stat().st_size <= MAX_FILE_BYTES
     ]
-    return {"-".join(path.relative_to(folder).parts): path for path in files[:MAX_FILES]}
+    of_folder = [list(each) for _, each in groupby(sorted(files, key=_folder), key=_folder)]
+    in_turns = [path for each in zip_longest(*of_folder) for path in each if path is not None]  # of all
+    return {"-".join(path.relative_to(folder).parts): path for path in in_turns[:MAX_FILES]}
+
+
+def _folder(path: Path) -> Path:
+    return path.parent
 
 
 class _ReloadQuery(BaseModel):

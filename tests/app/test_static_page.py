@@ -102,12 +102,15 @@ def test_images_of_class_folders_are_offered(runtime: Path, tmp_path: Path) -> N
     image, model = (BUNDLE / "examples" / "clean.png").read_bytes(), load_model(BUNDLE, device="cpu")
     for name in ("cat", "dog"):
         (tmp_path / "val" / name).mkdir(parents=True)
-        (tmp_path / "val" / name / "1.png").write_bytes(image)
+        for number in range(10):
+            (tmp_path / "val" / name / f"{number}.png").write_bytes(image)
     site = tmp_path / "site"
     write_page(model, site, runtime=runtime, examples=tmp_path / "val")
-    assert json.loads((site / "examples.json").read_text())["files"] == ["cat-1.png", "dog-1.png"]
+    assert json.loads((site / "examples.json").read_text())["files"] == [
+        f"{name}-{number}.png" for number in range(6) for name in ("cat", "dog")
+    ]
     assert (site / "examples" / "dog-1.png").read_bytes() == image
-    for file in tmp_path.glob("val/*/1.png"):
+    for file in tmp_path.glob("val/*/*.png"):
         file.write_bytes(image + bytes(1 << 20))
     with pytest.raises(UsageError, match="at most 1 MiB"):
         write_page(model, tmp_path / "other", runtime=runtime, examples=tmp_path / "val")
