@@ -187,7 +187,8 @@ class MemoryBudget:
         )
         now = time.monotonic()
         is_less = self._most_held - self.held >= RELEASE_BYTES
-        if not (is_less or self.shortage) or now < self._released_at + _RELEASE_SECONDS:
+        is_tight = self._counts[-1] < RELEASE_BYTES  # Or what is freed and kept would be refused to requests for ever.
+        if not (is_less or is_tight) or now < self._released_at + _RELEASE_SECONDS:
             return False
         self._released_at, self._most_held = now, self.held
         return True

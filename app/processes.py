@@ -46,7 +46,7 @@ from app.inference.decoder import DecodedImages
 from app.main import create_app, linger_seconds, prepare_process
 from app.memory import MemoryBudget, process_memory
 from app.server import FIRST_REQUEST_SECONDS, LastAccepting, UvicornHost, uvicorn_config
-from app.service import SWEEP_SECONDS, ApiKeys, Service
+from app.service import SWEEP_SECONDS, ApiKeys, Host, Service
 from app.settings import Settings
 from app.tracing import current_trace, trace_of_request
 from psc_core.errors import ExitCode, PSCError
@@ -371,7 +371,7 @@ class Processes:
         self._began = began
         fronts = settings.fronts
         # As much as requests may hold in one process, so that the largest one finds room; untouched, it takes none.
-        size = MemoryBudget(settings.max_buffered_bytes, process_memory(), max_pixels=settings.max_pixels).total
+        size = Host().memory(settings).total
         self._board = Board(fronts, len(settings.named_bundles))
         self._places = [Place.make(index, size) for index in range(fronts)]
         self._lifeline, self._alive = os.pipe()

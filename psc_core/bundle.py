@@ -12,7 +12,6 @@ bundle only claims.
 from __future__ import annotations
 
 import ctypes
-import filecmp
 import hashlib
 import json
 import os
@@ -49,7 +48,9 @@ PARTS: Final = ("backbone", "projection", "density", "head", "calibration", *OPT
 MAX_PART_BYTES: Final = 16 << 30  # maximum size of a tensor file, in bytes
 GRAPH: Final = "backbone.onnx"  # the file for a network that no name can build, instead of its tensors
 FILES: Final = ("manifest.json", GRAPH, *(f"{part}.safetensors" for part in PARTS))  # all that a bundle may consist of
-REPORT: Final = ("report.html", "report.safetensors", "README.md")  # what stands beside a bundle, about its version
+CONTENT: Final = "report.safetensors"  # what the report shows
+CARD: Final = "README.md"
+REPORT: Final = ("report.html", CONTENT, CARD)  # what stands beside a bundle and names its version
 HISTORY: Final = "recalibrations"  # in a bundle's provenance: its recalibrations, the oldest first
 MAX_NAME: Final = 200  # maximum length of a model name, in characters
 MAX_ARGUMENT: Final = 1 << 16  # maximum magnitude of a number among a network's arguments, which are sizes and counts
@@ -461,11 +462,11 @@ def _put(scratch: Path, path: Path) -> None:
             except BaseException:
                 retired.rename(path)
                 raise
-        before, now = retired / "manifest.json", path / "manifest.json"
-        is_same = before.exists() and filecmp.cmp(before, now, shallow=False)
-        gone = FILES if is_same else (*FILES, *REPORT)
+        before = _version_of(retired)
+        is_other = before not in ("", _version_of(path))
         for kept in retired.iterdir():
-            if kept.name not in gone:
+            is_stale = is_other and kept.name in REPORT and before.encode() in kept.read_bytes()
+            if kept.name not in FILES and not is_stale:  # A user's own README stays.
                 kept.rename(path / kept.name)
         _sync_folder(path)
         _sync_folder(path.parent)
@@ -473,6 +474,14 @@ def _put(scratch: Path, path: Path) -> None:
     except OSError as error:
         left = f", its former content is in {retired}" if retired.exists() else ""
         raise BundleError(f"cannot replace {path} ({error.strerror}){left}; choose another place") from error
+
+
+def _version_of(folder: Path) -> str:
+    """Return the version that a bundle states; "" if its manifest cannot be read."""
+    try:
+        return str(json.loads((folder / "manifest.json").read_bytes())["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -57,13 +57,13 @@ def parser() -> argparse.ArgumentParser:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Measure the bundle, print the report, and write it where ``--out`` says."""
-    from psc_core.bundle import read_bundle
+    from psc_core.bundle import CONTENT, read_bundle
     from psc_core.data.open import unread_files
     from psc_core.evaluation.evaluate import evaluate as measure
     from psc_core.evaluation.evaluate import seen_warning, weights_warning
     from psc_core.model import model_class_of
     from psc_core.report import page
-    from psc_core.report.content import FILE, Content, collect_test, facts_of
+    from psc_core.report.content import Content, collect_test, facts_of
 
     given = [value is not None for value in (args.weights, args.train, args.val)]
     if any(given) and not all(given):
@@ -101,7 +101,7 @@ def evaluate(args: argparse.Namespace) -> None:
         (args.out / "report.json").write_text(json.dumps(measured.to_json(), indent=2) + "\n")
         (args.out / "report.md").write_text(measured.to_markdown(), encoding="utf-8")
         fitted = Content(model.version)
-        if (args.bundle / FILE).exists():
+        if (args.bundle / CONTENT).exists():
             kept = Content.load(args.bundle, type(model.task))
             fitted = kept if kept.version == model.version else fitted
         content = fitted.extended_by(collect_test(model, id_data, ood, found))

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from psc_core.bundle import HISTORY, Bundle, Manifest, write_file
+from psc_core.bundle import CONTENT, HISTORY, Bundle, Manifest, write_file
 from psc_core.checks import KINDS_KEY, REAL, synthetic_batches
 from psc_core.collapse import ChosenLayer, CollapseReport
 from psc_core.compute import Compute, begin, count_images
@@ -61,7 +61,6 @@ GLOSSARY: Final[Mapping[str, str]] = {
     "synthetic OOD images": "Validation images turned, binarised, framed …, to see what happens without OOD images.",
 }
 
-FILE: Final = "report.safetensors"
 NO_CLASS: Final = -1  # the label of an image of none of the classes
 _METADATA: Final = "report"
 
@@ -116,7 +115,7 @@ class Content:
         return replace(self, sets=(*self.sets, *later.sets), pictures=later.pictures or self.pictures)
 
     def save(self, folder: Path) -> None:
-        """Write :data:`FILE` into ``folder``."""
+        """Write :data:`CONTENT` into ``folder``."""
         tensors: dict[str, Tensor] = {f"sizes.{name}": values for name, values in self.sizes.items()}
         sets: list[dict[str, Any]] = []
         for number, images in enumerate(self.sets):
@@ -134,14 +133,14 @@ class Content:
             tensors[f"pictures.{number}"] = picture.pixels.contiguous().clone()  # an image may be shown twice
             pictures.append({name: value for name, value in vars(picture).items() if name != "pixels"})
         document = {"version": self.version, "sets": sets, "pictures": pictures}
-        write_file(folder / FILE, save(tensors, metadata={_METADATA: json.dumps(document)}))
+        write_file(folder / CONTENT, save(tensors, metadata={_METADATA: json.dumps(document)}))
 
     @classmethod
     def load(cls, folder: Path, task: type[Task]) -> Content:
         """Read a saved content, for the bundle of a model of ``task``."""
-        file = folder / FILE
+        file = folder / CONTENT
         if not file.is_file():
-            raise BundleError(f"{folder} has no {FILE}; psc-fit writes one unless it is told --no-report")
+            raise BundleError(f"{folder} has no {CONTENT}; psc-fit writes one unless it is told --no-report")
         set_type = task.report().set_type
         try:
             with safe_open(file, "pt") as opened:

@@ -22,7 +22,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from psc_core.bundle import REPORT, Manifest, fit_command
+from psc_core.bundle import CARD, REPORT, Manifest, fit_command
 from psc_core.collapse import CollapseReport
 from psc_core.evaluation.evaluate import Report
 from psc_core.evaluation.replay import Fraction, Replay
@@ -189,7 +189,6 @@ def roc(inside: ScoredSet, outside: Sequence[ScoredSet]) -> Figure | None:
     return figure
 
 
-CARD: Final = "README.md"
 OF_METHOD: Final = frozenset({"collapse", "sizes"})  # figures for those who ask how it was fitted
 _WIDE: Final = 5.0  # the width, in inches, from which a figure takes a whole line of the page
 _HERE: Final = Path()  # the path of the bundle in commands, which are the same wherever the bundle lies

@@ -190,6 +190,18 @@ def test_what_requests_hold_counts_once_when_the_memory_is_measured(monkeypatch:
     held.take(50 * mb)
 
 
+def test_freed_memory_is_returned_where_little_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, used = 100.0, 700 << 20
+    monkeypatch.setattr("app.memory.time.monotonic", lambda: now)
+    monkeypatch.setattr(memory, "resident_bytes", lambda: used)
+    held = MemoryBudget(1 << 20, 1 << 30, max_pixels=0)
+    now = 200.0
+    assert not held.should_release()
+    used = 900 << 20
+    assert [held.should_release(), held.should_release()] == [True, False]
+    assert not held.shortage
+
+
 def test_what_one_process_holds_another_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "resident_bytes", lambda: 0)
     counts = Board(2).memory

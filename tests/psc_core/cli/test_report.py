@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from psc_core.bundle import CONTENT
 from psc_core.cli import evaluate as cli
-from psc_core.report.content import FILE
 from tests.psc_core.cli.support import run, undated
 
 
@@ -35,6 +35,6 @@ def test_draws_the_page_of_a_regression_again(
 def test_a_bundle_without_a_report(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny_bundle, bundle)
-    (bundle / FILE).unlink()
+    (bundle / CONTENT).unlink()
     code, _, err = run(capsys, cli.report_main, ["--bundle", str(bundle)])
     assert code == 2 and err.strip().count("\n") == 0 and "--no-report" in err

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from psc_core import PRESETS, FitSettings, metrics, open_dataset
-from psc_core.bundle import read_bundle
+from psc_core.bundle import CONTENT, read_bundle
 from psc_core.data.dataset import split_validation
 from psc_core.errors import BundleError
 from psc_core.fit import fit_stages
@@ -18,7 +18,7 @@ from psc_core.fit_data import FitJob
 from psc_core.model import PSC, PSCRegressor
 from psc_core.report import content as report_content
 from psc_core.report.classification import ClassificationSet
-from psc_core.report.content import FILE, Content, Role, facts_of
+from psc_core.report.content import Content, Role, facts_of
 from psc_core.report.regression import RegressionSet
 from psc_core.tasks import TASKS
 from tests.conftest import TinyJob
@@ -62,11 +62,11 @@ def test_a_file_that_is_missing_damaged_or_of_another_task(tmp_path: Path, task:
     (value_content() if task == "classification" else content()).save(tmp_path)
     with pytest.raises(BundleError, match="is damaged"):
         Content.load(tmp_path, TASKS[task])
-    (tmp_path / FILE).write_bytes(b"no tensors")
+    (tmp_path / CONTENT).write_bytes(b"no tensors")
     with pytest.raises(BundleError, match="is damaged"):
         Content.load(tmp_path, TASKS[task])
     for metadata in ({}, {"report": "[]"}, {"report": '{"version": "v", "sets": [{"name": "a"}], "pictures": []}'}):
-        save_file({"x": torch.zeros(1)}, tmp_path / FILE, metadata=metadata)
+        save_file({"x": torch.zeros(1)}, tmp_path / CONTENT, metadata=metadata)
         with pytest.raises(BundleError, match="is damaged"):
             Content.load(tmp_path, TASKS[task])
 
