@@ -748,12 +748,17 @@ def test_a_comparison_that_fails_changes_nothing(driver: Driver, files: dict[str
         until(lambda: len([each for each in find(driver, ".rival") if each.is_displayed()]) == 1)
 
 
+def open_second(driver: Driver, url: str) -> None:
+    """Open the page and choose its second model."""
+    driver.get(url)
+    until(lambda: "3 classes" in content(driver, "#model"))
+    find(driver, "#models option")[1].click()
+    until(lambda: "second" in content(driver, "#model"))
+
+
 def test_a_service_with_other_models_is_asked_for_its_default(driver: Driver, files: dict[str, Path]) -> None:
     with live_server({"first": FakeModel(), "second": FakeModel("v2")}) as url, before_the_page(driver, FAILING):
-        driver.get(url)
-        until(lambda: "3 classes" in content(driver, "#model"))
-        find(driver, "#models option")[1].click()
-        until(lambda: "second" in content(driver, "#model"))
+        open_second(driver, url)
         driver.execute_script("window.gone = 'models/second'")
         classify(driver, files["clear"])
         assert "first" in content(driver, "#model") and decision_of(driver, "clear.png") == "accept"
@@ -761,10 +766,7 @@ def test_a_service_with_other_models_is_asked_for_its_default(driver: Driver, fi
 
 def test_all_images_are_asked_again_when_their_model_is_gone(driver: Driver, files: dict[str, Path]) -> None:
     with live_server({"first": FakeModel(), "second": FakeModel("v2")}) as url, before_the_page(driver, FAILING):
-        driver.get(url)
-        until(lambda: "3 classes" in content(driver, "#model"))
-        find(driver, "#models option")[1].click()
-        until(lambda: "second" in content(driver, "#model"))
+        open_second(driver, url)
         classify(driver, files["clear"], files["between"], files["broken"], failed=1)
         driver.execute_script("window.gone = 'models/second'; window.sent.length = 0")
         choose(driver, files["strange"])
