@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app import export_cli as cli
-from app.static_page import find_runtime, write_page
+from app.export_cli import find_runtime, write_page
 from psc_core.errors import UsageError
 from psc_core.export.graph import ANY_SIZE
 from psc_core.images.decode import DEFAULT_MAX_PIXELS
