@@ -40,7 +40,7 @@ from app.errors import (
 )
 from app.http.body import has_disconnected, parse_query, read_images
 from app.http.middleware import RequestLimits, announced_bytes
-from app.http.predict import QUERY
+from app.http.model import QUERY
 from app.inference.decoder import Decoder, EncodedImage, fingerprints
 from app.memory import COPIES, PIXEL_BYTES, MemoryBudget, process_memory, resident_bytes
 from app.metrics import DescriptorWatch

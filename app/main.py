@@ -26,7 +26,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from app import errors as problems
 from app import tracing
 from app.errors import Application
-from app.http import feedback, model, predict, v2
+from app.http import feedback, model, v2
 from app.http.middleware import DirectRoutes, HostAllowList, ProblemCORS, ProblemResponses, RequestLimits, Telemetry
 from app.http.v2 import HEADER
 from app.log import LogWriter
@@ -185,7 +185,7 @@ def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, h
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     """Add the routes; some are there only if the settings ask for them."""
-    of_models = (predict.router, model.operations_router, model.router, model.live_router)
+    of_models = (model.predict_router, model.operations_router, model.router, model.live_router)
     for router in (*of_models, v2.router, v2.repository_router):
         app.include_router(router)
     if service.log is not None:
@@ -203,7 +203,7 @@ def _add_middleware(app: FastAPI, service: Service) -> None:
     """Add the middleware, innermost first."""
     settings = service.settings
     if not settings.otel:  # FastAPI makes the spans.
-        app.add_middleware(DirectRoutes, host=app, routes=predict.router.routes)
+        app.add_middleware(DirectRoutes, host=app, routes=model.predict_router.routes)
     app.add_middleware(RequestLimits, service=service)
     app.add_middleware(ProblemResponses, metrics=service.metrics)
     if settings.allowed_hosts:

@@ -41,7 +41,7 @@ from app.errors import RefusedByFront, error_response
 from app.front import Front, Taken
 from app.http.body import GIVEN
 from app.http.middleware import check_count, note_request, own_headers
-from app.http.predict import predict_images
+from app.http.model import predict_images
 from app.inference.decoder import DecodedImages
 from app.main import create_app, linger_seconds, prepare_process
 from app.memory import MemoryBudget, process_memory

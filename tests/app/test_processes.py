@@ -25,7 +25,7 @@ import pytest
 
 from app.channel import CALL, HELLO, MODELS, Board, Channel, Place
 from app.front import Front, Taken
-from app.http.predict import QUERY
+from app.http.model import QUERY
 from app.processes import EngineHost, FrontCalls
 from app.service import Service
 from app.settings import Settings
