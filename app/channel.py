@@ -177,9 +177,12 @@ class Board:
         memory = mmap.mmap(-1, 8 * (5 * fronts + 5) + models + _MAX_REASON)
         # NumPy writes a number at once; struct would write zeros first, which another process may read.
         self._engines = np.frombuffer(memory, np.int64, 2)
-        self._beats = np.frombuffer(memory, np.float64, fronts + 1, self._engines.nbytes)
-        counts = np.frombuffer(memory, np.int64, 4 * fronts + 2, self._engines.nbytes + self._beats.nbytes)
-        self._arriving, self._decoding, self._grown = counts[: 3 * fronts].reshape(3, fronts)
+        # When each process was last known to be alive: the fronts, and after them the engine.
+        self.beats = np.frombuffer(memory, np.float64, fronts + 1, self._engines.nbytes)
+        counts = np.frombuffer(memory, np.int64, 4 * fronts + 2, self._engines.nbytes + self.beats.nbytes)
+        # Of each front: the requests whose images it reads or decodes, those that it decodes now, and the bytes that it
+        # holds beyond those it began with.
+        self.arriving, self.decoding, self.grown = counts[: 3 * fronts].reshape(3, fronts)
         # What requests hold in each process, and last what they may; see :class:`.MemoryBudget`.
         self.memory = counts[3 * fronts :].data
         self.memory[-1] = np.iinfo(np.int64).max  # until the engine has measured it
@@ -205,36 +208,9 @@ class Board:
         """Note that the engine of this number is ready."""
         self._engines[1] = engine
 
-    @property
-    def arriving(self) -> int:
-        """The number of requests whose images the fronts are reading or decoding."""
-        return int(self._arriving.sum())
-
-    def set_arriving(self, front: int, requests: int) -> None:
-        """Note how many of these requests a front has."""
-        self._arriving[front] = requests
-
-    @property
-    def decoding(self) -> int:
-        """The number of requests whose images the fronts decode now."""
-        return int(self._decoding.sum())
-
-    def add_decoding(self, front: int, requests: int) -> None:
-        """Note that a front decodes so many requests more."""
-        self._decoding[front] += requests
-
-    @property
-    def grown(self) -> int:
-        """The bytes that the fronts hold beyond those they began with."""
-        return int(self._grown.sum())
-
-    def set_grown(self, front: int, size: int) -> None:
-        """Note how many of these a front holds."""
-        self._grown[front] = max(0, size)
-
     def forget(self, front: int) -> None:
         """Forget the requests of a front that has died."""
-        self._arriving[front] = self._decoding[front] = self._grown[front] = 0
+        self.arriving[front] = self.decoding[front] = self.grown[front] = 0
 
     @property
     def reason(self) -> str:
@@ -244,14 +220,6 @@ class Board:
     def set_reason(self, text: str) -> None:
         """Say why the engine ends."""
         self._reason[:] = text.encode()[:_MAX_REASON].ljust(_MAX_REASON, b"\0")
-
-    def beat(self, place: int, now: float) -> None:
-        """Note that the process at this place, a front's or after them the engine's, is alive."""
-        self._beats[place] = now
-
-    def last_beat(self, place: int) -> float:
-        """Return when it was last noted."""
-        return float(self._beats[place])
 
 
 @dataclass

@@ -240,7 +240,7 @@ class Front:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Exception | None] = loop.create_future()
         self._decoding += len(images)
-        self._board.add_decoding(self._place.index, 1)
+        self._board.decoding[self._place.index] += 1
         decoder.decode_later(
             images,
             into,
@@ -251,7 +251,7 @@ class Front:
             error = await done
         finally:
             self._decoding -= len(images)
-            self._board.add_decoding(self._place.index, -1)
+            self._board.decoding[self._place.index] -= 1
         if error is not None:
             raise error
         if time.monotonic() >= deadline:
@@ -354,20 +354,20 @@ class Front:
 
     def _lose_dead(self) -> None:
         """End the requests to an engine that has died; without a parent only its silence tells."""
-        last_beat = self._board.last_beat(self._board.fronts)
-        is_silent = self.is_orphan and time.monotonic() > last_beat + _SILENT_SECONDS
+        is_silent = self.is_orphan and time.monotonic() > self._board.beats[-1] + _SILENT_SECONDS
         for call in self._calls.values():
             if is_silent or call.engine != self._board.engine:
                 call.put(END)
 
     async def _sweep(self) -> None:
         """Now and then, notice that the engine has died or that clients have left, and say that this one is alive."""
+        board, index = self._board, self._place.index
         began_with, released_at, grown = resident_bytes(), time.monotonic(), 0
         descriptors = DescriptorWatch()
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            self._board.beat(self._place.index, time.monotonic())
-            self._board.set_arriving(self._place.index, self.inflight)
+            board.beats[index] = time.monotonic()
+            board.arriving[index] = self.inflight
             try:
                 self._lose_dead()
                 for call in list(self._calls.values()):
@@ -376,7 +376,7 @@ class Front:
                 descriptors.check()
                 with contextlib.suppress(OSError):  # No file descriptor is free, so the last measure stands.
                     grown = resident_bytes() - began_with
-                self._board.set_grown(self._place.index, grown)
+                board.grown[index] = max(0, grown)
                 if grown > _RELEASE_BYTES and not self.inflight and time.monotonic() > released_at + _RELEASE_SECONDS:
                     released_at = time.monotonic()
                     self._arena.release()

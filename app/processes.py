@@ -264,13 +264,13 @@ class EngineHost(UvicornHost):
         return self._board.unloaded
 
     def arriving(self) -> int:
-        return self._board.arriving
+        return int(self._board.arriving.sum())
 
     def decoding(self) -> int:
-        return self._board.decoding
+        return int(self._board.decoding.sum())
 
     def held_elsewhere(self) -> int:
-        return self._board.grown
+        return int(self._board.grown.sum())
 
     def failed(self) -> None:
         self.ended.set()
@@ -325,7 +325,7 @@ async def _answer_fronts(settings: Settings, host: EngineHost, board: Board, pla
 
     async def tell() -> None:
         while True:
-            board.beat(board.fronts, time.monotonic())
+            board.beats[-1] = time.monotonic()
             models, full = _models(service)
             for front in fronts:
                 front.tell(models, full)
@@ -523,7 +523,7 @@ class Processes:
         for place, child in list(self._children.items()):
             now = time.monotonic()
             if child.is_alive():
-                moved = max(self._started[place], self._board.last_beat(place), self._continued)
+                moved = max(self._started[place], self._board.beats[place], self._continued)
                 if now > moved + HANG_SECONDS:
                     logger.critical("%s has not moved for %g s and is killed", child.name, HANG_SECONDS)
                     child.kill()
@@ -534,7 +534,7 @@ class Processes:
                     return code, self._board.reason or "the engine could not start; see the log"
                 by = f" by {signal.Signals(-code).name}" if code else ""
                 return ExitCode.FAILURE, f"the engine was ended{by} before it was ready"
-            if code > 0 and place != engine and self._board.last_beat(place) < self._started[place]:
+            if code > 0 and place != engine and self._board.beats[place] < self._started[place]:
                 return code, "a front could not start; see the log"
             if now < self._started[place] + _PAUSE_SECONDS:
                 continue

@@ -136,18 +136,16 @@ def test_the_board_is_seen_by_forks() -> None:
     if not (child := os.fork()):
         board.engine = 7
         board.set_ready(6)
-        board.beat(2, 1.5)
-        board.set_arriving(0, 3)
-        board.set_arriving(1, 4)
-        board.add_decoding(0, 5)
-        board.add_decoding(1, 2)
-        board.add_decoding(1, -1)
+        board.beats[2] = 1.5
+        board.arriving[:] = 3, 4
+        board.decoding[:] = 5, 2
+        board.decoding[1] -= 1
         board.set_reason("a longer one")
         board.set_reason("é" * 5000)
         board.set_reason("no memory")
         os._exit(0)
     os.waitpid(child, 0)
-    assert (board.engine, board.ready_engine, board.last_beat(2), board.last_beat(0)) == (7, 6, 1.5, 0.0)
-    assert (board.arriving, board.decoding, board.reason) == (7, 6, "no memory")
+    assert (board.engine, board.ready_engine, board.beats[2], board.beats[0]) == (7, 6, 1.5, 0.0)
+    assert (board.arriving.tolist(), board.decoding.tolist(), board.reason) == ([3, 4], [5, 1], "no memory")
     board.forget(0)
-    assert (board.arriving, board.decoding) == (4, 1)
+    assert (board.arriving.tolist(), board.decoding.tolist()) == ([0, 4], [0, 1])
