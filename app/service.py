@@ -145,32 +145,25 @@ class Host:
         """Replace the process; the service's ``exit_code`` and ``exit_message`` say why."""
 
 
+@dataclass(eq=False)
 class Service:
     """The parts of one service process."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        keys: ApiKeys,
-        metrics: Metrics,
-        memory: MemoryBudget,
-        log: LogWriter | None,
-        registry: Registry,
-        host: Host,
-    ) -> None:
-        self.settings = settings
-        self.keys = keys
-        self.metrics = metrics
-        self.memory = memory
-        self.log = log  # the writer of the prediction log; None if predictions are not logged
-        self.registry = registry
+    settings: Settings
+    keys: ApiKeys
+    metrics: Metrics
+    memory: MemoryBudget
+    log: LogWriter | None  # the writer of the prediction log; None if predictions are not logged
+    registry: Registry
+    host: Host
+
+    def __post_init__(self) -> None:
         self.parser = ThreadPoolExecutor(1, "psc-parse")  # the thread that parses large bodies, one at a time
         self.searcher = ThreadPoolExecutor(1, "psc-feedback")
         self.exit_code: int = ExitCode.OK  # the code with which the process should exit
         self.exit_message = ""  # the reason in one line if the code is not 0
         self.inflight = 0
         self.draining = False
-        self._host = host
         self._draining_since = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._descriptors = DescriptorWatch()
@@ -208,7 +201,7 @@ class Service:
             except PSCError as error:
                 logger.critical("%s", error)
                 raise
-            self._host.models_loaded(self)
+            self.host.models_loaded(self)
             self._tasks.append(loop.create_task(self.registry.settle()))
         else:
             self._tasks.append(loop.create_task(self._load()))
@@ -274,7 +267,7 @@ class Service:
         self.registry.refresh_metrics()
         if self.log is not None:
             self.metrics.psc_log_held_bytes.set(self.log.held_bytes)
-        self.metrics.psc_inflight_requests.set(self.inflight + self._host.arriving())
+        self.metrics.psc_inflight_requests.set(self.inflight + self.host.arriving())
         self.metrics.psc_ready.set(0.0 if self.reasons() else 1.0)
 
     def refresh_gpu_metrics(self) -> None:
@@ -289,7 +282,7 @@ class Service:
     async def _load(self) -> None:
         try:
             await self.registry.start()
-            self._host.models_loaded(self)
+            self.host.models_loaded(self)
             await self.registry.settle()
         except DeviceError as error:
             self._end_process(str(error), ExitCode.FAILURE)
@@ -306,12 +299,12 @@ class Service:
                 self.registry.sweep()
                 if self.registry.changed.is_set():
                     self.registry.changed.clear()
-                    self._host.models_changed()
+                    self.host.models_changed()
                 if error := self.registry.device_error:
                     self._end_process(f"the compute device failed: {error}", ExitCode.FAILURE)
                 self.refresh_metrics()
                 self._descriptors.check()
-                if self.memory.should_release(self._host.held_elsewhere()):
+                if self.memory.should_release(self.host.held_elsewhere()):
                     gc.collect()  # An exception and its traceback are a cycle, which may hold a request's body.
                     await asyncio.to_thread(release_freed_memory)
             except Exception:
@@ -321,7 +314,7 @@ class Service:
         """Ask the host, only once, to end the process with ``exit_code`` after answering the accepted requests."""
         if self.exit_code == ExitCode.OK:
             self.exit_code, self.exit_message = exit_code, message
-            self._host.failed()
+            self.host.failed()
 
 
 def service_of(request: Request) -> Service:

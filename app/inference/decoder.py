@@ -40,32 +40,23 @@ class EncodedImage:
     name: str | None = None
 
 
+@dataclass(frozen=True, eq=False)
 class DecodedImages(Sequence[EncodedImage]):
     """The files of a request that a front has decoded too, in memory that is the request's until it is answered."""
 
-    def __init__(
-        self,
-        pixels: Images,
-        files: Sequence[tuple[memoryview, str | None]],
-        fingerprints: list[int],
-        version: str,
-        *,
-        began: float,
-        seconds: float,
-    ) -> None:
-        self.pixels = pixels
-        self.fingerprints = fingerprints
-        self.version = version  # of the model for which they are decoded
-        self.began = began  # when the whole request had come, by the monotonic clock
-        self.seconds = seconds  # the time in which they were decoded
-        self._files = files  # bytes and name of each
+    pixels: Images
+    files: Sequence[tuple[memoryview, str | None]]  # bytes and name of each
+    fingerprints: list[int]
+    version: str  # of the model for which they are decoded
+    began: float  # when the whole request had come, by the monotonic clock
+    seconds: float  # the time in which they were decoded
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.files)
 
     def __getitem__(self, index: Any) -> Any:
         """Return a copy of one file."""
-        data, name = self._files[index]
+        data, name = self.files[index]
         return EncodedImage(bytes(data), name)
 
 
