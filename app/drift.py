@@ -55,8 +55,6 @@ class DriftMonitor:
 
     def __init__(self, calibration_count: int, alpha: float, *, false_alarm_probability: float, window: int) -> None:
         self.calibration_count = calibration_count  # n, the number of calibration images behind the p-values
-        self.alpha = alpha  # the p-value at or below which an image counts as out of distribution
-        self.false_alarm_probability = false_alarm_probability
         self._log_threshold = -math.log(false_alarm_probability)
         # p ≤ alpha is tested in whole numbers, so that neither the rounding of p nor that of alpha moves the boundary.
         self._ood_cells = ood_rank(alpha, calibration_count)

@@ -251,7 +251,7 @@ class ModelStarter:
         metrics: Metrics,
         memory: MemoryBudget,
         log: LogWriter | None,
-        decoding: Callable[[], int] = lambda: 0,
+        decoding: Callable[[], int],
     ) -> None:
         self._settings = settings
         self._decoding = decoding  # the number of requests whose images another process decodes now
@@ -361,7 +361,7 @@ class Registry:
         metrics: Metrics,
         *,
         retire_within_s: float,
-        unloaded: npt.NDArray[np.int8] | None = None,
+        unloaded: npt.NDArray[np.int8],
     ) -> None:
         # Set when every model is ready, and when all replaced models have ended; who reacts to it clears it.
         self.changed = asyncio.Event()
@@ -373,8 +373,7 @@ class Registry:
         self._served: dict[str, ServedModel] = {}
         self._reloading = asyncio.Lock()
         self._reload_waits = False
-        # Which of the names were taken out of service; the flags may outlive this process.
-        self._unloaded = np.zeros(len(names), np.int8) if unloaded is None else unloaded
+        self._unloaded = unloaded  # which of the names were taken out of service; the flags may outlive this process
         self._retiring: dict[asyncio.Task[None], ServedModel] = {}
 
     @property

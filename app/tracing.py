@@ -62,14 +62,9 @@ def begin_trace(traceparent: str | None) -> TraceContext:
     return TraceContext(_new_id(128), _new_id(64))
 
 
-def check_installed() -> None:
-    """Refuse to export spans without the OpenTelemetry SDK."""
-    needs("otel", "otel", "opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk.trace.export")
-
-
 def configure_export() -> None:
     """Export spans over OTLP/HTTP; the standard ``OTEL_*`` variables set the endpoint and the service's name."""
-    check_installed()
+    needs("otel", "otel", "opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk.trace.export")
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
