@@ -11,7 +11,6 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -119,7 +118,6 @@ def _check(folder: Path) -> None:
 
 
 _RUNTIME_FILES: Final = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
-_PAGE: Final = Path(str(files("app.http") / "page"))
 _DOCS: Final = "docs."  # what files of the service's own documentation begin with
 # Nothing may be asked for or sent elsewhere.
 _POLICY: Final = (
@@ -156,7 +154,7 @@ def write_page(model: FittedModel, folder: Path, *, runtime: Path, examples: Pat
         onnxruntime/            ONNX Runtime in WebAssembly, from the npm package onnxruntime-web
         examples.json, examples/    the first image files below ``examples``, which are offered to try
     """
-    from app.http.model import MAX_FILE_BYTES, describe_model, examples_in
+    from app.http.model import MAX_FILE_BYTES, PAGE, describe_model, examples_in
     from psc_core.bundle import write_files
     from psc_core.export.folder import images_below
     from psc_core.export.graph import ANY_SIZE, export_graphs
@@ -168,7 +166,7 @@ def write_page(model: FittedModel, folder: Path, *, runtime: Path, examples: Pat
     graph = export_graphs(model, [ANY_SIZE])[ANY_SIZE]
     for part in ("page", "onnxruntime", "examples"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    for file in _PAGE.iterdir():
+    for file in PAGE.iterdir():
         if not file.name.startswith((_DOCS, "index.")):
             shutil.copyfile(file, folder / "page" / file.name)
     for name in _RUNTIME_FILES:
@@ -184,7 +182,7 @@ def write_page(model: FittedModel, folder: Path, *, runtime: Path, examples: Pat
     described = describe_model(model, model.policy, name=model.name, backend="onnxruntime-web", models=[model.name])
     about = described.model_dump(mode="json") | {"decisions": model.calibration.decision_names, "report": {}}
     (folder / "model.json").write_text(json.dumps(about))
-    page = _OF_SERVICE.sub("", (_PAGE / "index.html").read_text(encoding="utf-8"))
+    page = _OF_SERVICE.sub("", (PAGE / "index.html").read_text(encoding="utf-8"))
     policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n  '
     start = '<script type="module" src="page/page.js">'
     page = page.replace(start, policy + start.replace("page.js", "local.js"))

@@ -450,7 +450,7 @@ SECURITY_HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-_FOLDER: Final = Path(str(files("app.http") / "page"))
+PAGE: Final = Path(str(files("app.http") / "page"))
 _SWAGGER: Final = Path(str(files("fastapi_offline") / "static"))
 
 
@@ -468,7 +468,7 @@ def add_to(app: FastAPI, *, index: bool) -> None:
 
     The files have routes of their own, because a mount does not find them behind a proxy that strips a prefix.
     """
-    page_files, swagger = PageFiles(directory=_FOLDER), PageFiles(directory=_SWAGGER)
+    page_files, swagger = PageFiles(directory=PAGE), PageFiles(directory=_SWAGGER)
 
     @app.get("/page/{file}", include_in_schema=False)
     async def page_file(request: Request, file: str) -> Response:
