@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from itertools import groupby, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union
 
@@ -369,13 +370,10 @@ def examples_in(folder: Path, home: Path) -> dict[str, Path]:
         and path.resolve().is_relative_to(root)
         and path.stat().st_size <= MAX_FILE_BYTES
     ]
-    of_folder = [list(each) for _, each in groupby(sorted(files, key=_folder), key=_folder)]
+    folder_of = attrgetter("parent")
+    of_folder = [list(each) for _, each in groupby(sorted(files, key=folder_of), key=folder_of)]
     in_turns = [path for each in zip_longest(*of_folder) for path in each if path is not None]  # of all
     return {"-".join(path.relative_to(folder).parts): path for path in in_turns[:MAX_FILES]}
-
-
-def _folder(path: Path) -> Path:
-    return path.parent
 
 
 class _ReloadQuery(BaseModel):
