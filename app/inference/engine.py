@@ -262,14 +262,17 @@ class Engine:
         if not self._started.done():
             self._started.set_result(None)
 
-    def _add_worker(self, step: Step, **options: Any) -> DeviceWorker:
+    def _add_worker(
+        self, step: Step, *, may_run_inline: bool = False, on_ready: Callable[[], None] | None = None
+    ) -> DeviceWorker:
         worker = DeviceWorker(
             self._queue,
             step,
             self._recorder,
             name=f"psc-device-{self.name}-{len(self._workers)}",
+            may_run_inline=may_run_inline,
+            on_ready=on_ready,
             on_failed=lambda error: self._call_on_loop(self._device_failed, error),
-            **options,
         )
         self._workers.append(worker)
         return worker
@@ -315,8 +318,8 @@ class DeviceWorker:
         recorder: ModelRecorder,
         *,
         name: str,
-        may_run_inline: bool = False,
-        on_ready: Callable[[], None] | None = None,
+        may_run_inline: bool,
+        on_ready: Callable[[], None] | None,
         on_failed: Callable[[Exception], None],
     ) -> None:
         self.inline = False  # whether :meth:`run_due` is to compute the batches; known when the worker is ready
