@@ -77,8 +77,7 @@ def export(args: argparse.Namespace) -> None:
 
 def _write(args: argparse.Namespace) -> None:
     from psc_core.bundle import TRY_FOLDER, read_bundle
-    from psc_core.export.folder import export_model, images_below
-    from psc_core.export.repository import write_repository
+    from psc_core.export.folder import export_model, images_below, write_repository
     from psc_core.model import FittedModel
 
     if args.images is not None and args.target not in ("onnx", "web"):
@@ -110,7 +109,7 @@ def _write(args: argparse.Namespace) -> None:
 
 
 def _check(folder: Path) -> None:
-    from psc_core.export.check import check, check_equal, table
+    from psc_core.export.folder import check, check_equal, table
 
     compared = check(folder)
     print(table(compared))

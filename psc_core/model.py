@@ -274,11 +274,10 @@ class FittedModel:
             NetworkError: If the network cannot be exported to ONNX, or gives other answers there or in a runtime.
             UsageError: If the network computes in bfloat16.
         """
-        from psc_core.export.check import check, check_equal  # imported here: services load no exporting code
-        from psc_core.export.folder import export_model
+        from psc_core.export import folder  # imported here: services load no exporting code
 
-        export_model(self, Path(path), images)
-        check_equal(check(Path(path)))
+        folder.export_model(self, Path(path), images)
+        folder.check_equal(folder.check(Path(path)))
 
     def push_to_hub(
         self,

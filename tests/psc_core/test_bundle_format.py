@@ -19,7 +19,7 @@ from psc_core.answers import CLASSIFICATION_DECISIONS
 from psc_core.bundle import GRAPH, MAX_ARGUMENT, MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES, PARTS, Manifest
 from psc_core.density import DENSITIES, class_values
 from psc_core.errors import BundleError
-from psc_core.export.check import RUNTIMES
+from psc_core.export.folder import RUNTIMES
 from psc_core.export.graph import export_graphs
 from psc_core.heads import dve, sngp
 from psc_core.heads.softmax import TemperatureHead

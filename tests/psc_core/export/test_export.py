@@ -31,8 +31,7 @@ from psc_core import PSC, load_network
 from psc_core.bundle import read_bundle
 from psc_core.data.open import open_dataset
 from psc_core.errors import BundleError, NetworkError, UsageError
-from psc_core.export.check import RUNTIMES, check, table
-from psc_core.export.folder import README, VECTORS, export_model
+from psc_core.export.folder import README, RUNTIMES, VECTORS, check, export_model, table
 from psc_core.export.graph import ANY_SIZE, GRAPH, PIXELS, export_graphs
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model import FittedModel, load_model
@@ -171,7 +170,7 @@ def test_proof_travels_along(folder: Path, capsys: pytest.CaptureFixture[str], m
     ]
     assert all(each.agrees for each in found)
     assert "other answers  probabilities apart  ood_p_value apart  log_density apart" in table(found)
-    monkeypatch.setattr("psc_core.export.check.RUNTIMES", {"no_such_runtime": RUNTIMES["openvino"]})
+    monkeypatch.setattr("psc_core.export.folder.RUNTIMES", {"no_such_runtime": RUNTIMES["openvino"]})
     with pytest.raises(NetworkError, match="no runtime is installed of no_such_runtime"):
         check(folder)
 
@@ -248,7 +247,7 @@ def test_in_python_the_runtimes_are_compared(
         run = RUNTIMES["onnxruntime"](graph)
         return lambda images: {name: value + value.dtype.type(1) for name, value in run(images).items()}
 
-    monkeypatch.setattr("psc_core.export.check.RUNTIMES", {"onnxruntime": wrong})
+    monkeypatch.setattr("psc_core.export.folder.RUNTIMES", {"onnxruntime": wrong})
     with pytest.raises(NetworkError, match=r"differently, onnxruntime with model\.onnx"):
         model.export(tmp_path / "out")
 

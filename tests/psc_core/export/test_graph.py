@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from psc_core.export.check import RUNTIMES
+from psc_core.export.folder import RUNTIMES
 from psc_core.export.graph import Resize
 from psc_core.images import CROP_ROUNDINGS, INTERPOLATIONS
 from psc_core.images.preprocess import Preprocess

@@ -13,9 +13,8 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from app import export_cli as cli
 from psc_core.errors import UsageError
-from psc_core.export.check import RUNTIMES
+from psc_core.export.folder import RUNTIMES, write_repository
 from psc_core.export.graph import PIXELS
-from psc_core.export.repository import write_repository
 from psc_core.model import FittedModel, load_model
 from tests.conftest import ROOT
 from tests.psc_core.cli.support import run
