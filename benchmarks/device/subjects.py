@@ -19,8 +19,7 @@ from psc_core.heads.base import entropy
 from psc_core.heads.laplace import LaplaceHead
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model import PSC
-from psc_core.network.cut import cut_graph, truncate
-from psc_core.network.fuse import fuse
+from psc_core.network.cut import cut_graph, fuse, truncate
 from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network
 from psc_core.pipeline import Pipeline, Scorer

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from psc_core import PRESETS, PSC, open_dataset
-from psc_core.network.cut import cut_graph, truncate
-from psc_core.network.fuse import fuse
+from psc_core.network.cut import cut_graph, fuse, truncate
 
 
 def unlike_new(net: nn.Module) -> nn.Module:
