@@ -32,14 +32,14 @@ def compose(name: str) -> str:
     return _BLANK_ENDS.sub("", unicodedata.normalize("NFC", name))
 
 
-def class_names(classes: Any, noun: str = "classes") -> tuple[str, ...]:
+def class_names(classes: Any) -> tuple[str, ...]:
     """Return class names, listed or mapped to or from their labels, in the order of the labels, :func:`compose`."""
-    given = _by_label(classes, noun) if isinstance(classes, Mapping) else _listed_names(classes, noun)
+    given = _by_label(classes) if isinstance(classes, Mapping) else _listed_names(classes)
     odd = [name for name in given if not isinstance(name, str)]
     if odd:
         raise UsageError(
-            f"expected {noun} to be names as text, got {shorten(repr(odd[0]))} among them; give the name of each "
-            f'label, such as {noun}=["cat", "dog"]'
+            f"expected classes to be names as text, got {shorten(repr(odd[0]))} among them; give the name of each "
+            'label, such as classes=["cat", "dog"]'
         )
     names = tuple(compose(str(name)) for name in given)  # str: NumPy has a type of its own.
     spelled = defaultdict[str, list[str]](list)
@@ -48,30 +48,30 @@ def class_names(classes: Any, noun: str = "classes") -> tuple[str, ...]:
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            raise UsageError(f"expected {noun} in UTF-8, got {shorten(ascii(name))}; rename it") from error
+            raise UsageError(f"expected classes in UTF-8, got {shorten(ascii(name))}; rename it") from error
     if "" in spelled:
-        raise UsageError(f"expected {noun} with a name for each label, got an empty one; name it")
+        raise UsageError("expected classes with a name for each label, got an empty one; name it")
     if same := [each for each in spelled.values() if len(each) > 1]:
         # Escaped, because two forms of one name look alike.
         shown = join_names([" and ".join(ascii(str(name)) for name in each[:SHOWN]) for each in same], SHOWN)
-        raise UsageError(f"expected {noun} that differ from each other, {shown} are one name; name each class once")
+        raise UsageError(f"expected classes that differ from each other, {shown} are one name; name each class once")
     return names
 
 
-def _listed_names(classes: Any, noun: str) -> list[Any]:
+def _listed_names(classes: Any) -> list[Any]:
     """Return what is listed in a sequence, an array or a column of a data frame."""
     of_array = getattr(classes, "tolist", None)
     found = of_array() if callable(of_array) else classes
     if isinstance(found, str | bytes) or not isinstance(found, Sequence) or not len(found):
         kind = shorten(repr(classes)) if isinstance(classes, str | bytes) else type(classes).__name__
         raise UsageError(
-            f"expected {noun} to be a list of names in the order of the labels, got {kind}; give a list such as "
-            f'{noun}=["cat", "dog"], or the mapping from names to labels'
+            f"expected classes to be a list of names in the order of the labels, got {kind}; give a list such as "
+            'classes=["cat", "dog"], or the mapping from names to labels'
         )
     return list(found)
 
 
-def _by_label(classes: Mapping[Any, Any], noun: str) -> list[Any]:
+def _by_label(classes: Mapping[Any, Any]) -> list[Any]:
     """Return the names in a mapping from names to labels, or from labels to names, by their labels."""
     pairs = [*classes.items()]
     orders = [{_label(label): name for name, label in pairs}, {_label(label): name for label, name in pairs}]
@@ -79,7 +79,7 @@ def _by_label(classes: Mapping[Any, Any], noun: str) -> list[Any]:
     found = [names for names in orders if {*names} == wanted and all(isinstance(each, str) for each in names.values())]
     if len(found) != 1 or not pairs:
         raise UsageError(
-            f"expected {noun} to map each name to its label, or each label to its name, with the labels 0 to "
+            f"expected classes to map each name to its label, or each label to its name, with the labels 0 to "
             f"{max(0, len(pairs) - 1)} once each, got {shorten(repr(dict(pairs)))}; give the names as a list in the "
             "order of the labels"
         )
