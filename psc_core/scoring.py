@@ -41,6 +41,7 @@ from psc_core.model import MAX_BATCH, FittedModel
 from psc_core.pipeline import NO_MAP
 from psc_core.settings import BATCH_IMAGES, COLUMN
 from psc_core.tasks.base import BasePrediction, Outputs, Task
+from psc_core.text import printable
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def named_images(source: Path, column: str | None = None) -> Iterator[NamedImage
         raise UsageError(f"{source} has no columns, a .parquet file has; leave out the column {column!r}")
     if source.is_dir():
         images = (path for path in files_below(source) if path.lower().endswith(SUFFIXES))
-        return (NamedImage(_printable(os.path.relpath(path, source)), path) for path in images)
+        return (NamedImage(printable(os.path.relpath(path, source)), path) for path in images)
     return _paths(source)
 
 
@@ -72,7 +73,7 @@ def _paths(file: Path) -> Iterator[NamedImage]:
     with file.open(encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             if path := line.rstrip("\r\n"):
-                yield NamedImage(_printable(path), path)
+                yield NamedImage(printable(path), path)
 
 
 def _parquet(file: Path, column: str) -> Iterator[NamedImage]:
@@ -85,11 +86,6 @@ def _parquet(file: Path, column: str) -> Iterator[NamedImage]:
             yield NamedImage(str(row), _encoded(value, file))
     except (needs("Parquet", "parquet", "pyarrow").ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as Parquet ({' '.join(str(error).split())}); write it again") from error
-
-
-def _printable(path: str) -> str:
-    """Return a path as valid Unicode, with � for undecodable bytes of a file name."""
-    return os.fsencode(path).decode("utf-8", "replace")
 
 
 def _encoded(value: Any, file: Path) -> str | bytes:

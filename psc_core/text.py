@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+import os
 import re
 import sys
 import unicodedata
@@ -30,6 +31,11 @@ _BLANK_ENDS: Final = re.compile(r"^[\s\ufeff\u200b]+|[\s\ufeff\u200b]+$")  # wit
 def compose(name: str) -> str:
     """Return a name in Unicode's NFC, without blanks at its ends."""
     return _BLANK_ENDS.sub("", unicodedata.normalize("NFC", name))
+
+
+def printable(path: str | Path) -> str:
+    """Return a path as valid Unicode, with � for undecodable bytes of a file name."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def class_names(classes: Any) -> tuple[str, ...]:

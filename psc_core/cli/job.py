@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import io
 import math
-import os
 import resource
 import sys
 import time
@@ -48,6 +47,7 @@ from psc_core.report import page
 from psc_core.report.content import Content, collect_fit, facts_about
 from psc_core.settings import FitSettings, key_values
 from psc_core.tasks import TASKS
+from psc_core.text import printable
 
 
 def provenance_of(network: NetworkSpec, settings: FitSettings, data: FitData) -> dict[str, Any]:
@@ -71,18 +71,13 @@ def without_path(spec: str) -> str:
     """Return the spec of a network with the path of its file or folder, where it has one, cut down to the name."""
     family, _, name = spec.partition(":")
     is_path = is_described(spec) and Path(name).expanduser().exists()
-    return f"{family}:{_printable(name)}" if is_path else spec
-
-
-def _printable(path: str) -> str:
-    """Return the last name in a path as text that UTF-8 can hold."""
-    return os.fsencode(Path(path).resolve().name).decode(errors="replace")
+    return f"{family}:{printable(Path(name).resolve().name)}" if is_path else spec
 
 
 def origin_of(data: ImageDataset, skipped: int) -> dict[str, Any]:
     """Return name, sizes and digest of a data set, and how many images were left out of it."""
     return {
-        "name": _printable(data.name),
+        "name": printable(Path(data.name).resolve().name),
         "images": len(data),
         "rows": data.examples,
         "sha256": data.digest(),

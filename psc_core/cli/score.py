@@ -6,7 +6,6 @@ What needs torch is imported when images are scored: help, the version and usage
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from psc_core.cli import flags
 from psc_core.errors import UsageError
 from psc_core.images.files import unread_below
 from psc_core.settings import COLUMN, TABLE_FORMATS
+from psc_core.text import printable
 
 # What the outputs are of; readers of a folder of Parquet files skip names that begin with _.
 VERSION_FILE = "_bundle-version"
@@ -103,7 +103,7 @@ def identity_of(source: Path, column: str | None) -> str:
 
     Of a folder or list the names in each part are compared.
     """
-    parts = [os.fsencode(source.resolve()).decode(errors="replace")]
+    parts = [printable(source.resolve())]
     if source.is_file() and source.suffix.lower() == ".parquet":
         status = source.stat()
         parts += [f"column {column or COLUMN}", f"{status.st_size} bytes", f"written at {status.st_mtime_ns}"]

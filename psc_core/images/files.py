@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 
 from psc_core.errors import DataError, ImageTooLarge, UnsupportedImage, join_names
 from psc_core.images import SUFFIXES
+from psc_core.text import printable
 
 if TYPE_CHECKING:
     from PIL.TiffImagePlugin import ImageFileDirectory_v2
@@ -112,7 +113,7 @@ def unread_beside(root: Path) -> str:
 
 
 def _by_suffix(paths: Iterable[str]) -> str:
-    suffixes = (os.fsencode(Path(path).suffix).decode(errors="replace").lower() for path in paths)
+    suffixes = (printable(Path(path).suffix).lower() for path in paths)
     counts = Counter(suffix or "without a suffix" for suffix in suffixes)
     return join_names([f"{count} {suffix}" for suffix, count in counts.most_common()], _SHOWN_SUFFIXES)
 
