@@ -260,8 +260,7 @@ class FittedModel:
         """
         if not self.preprocess.is_known:
             raise UsageError(f"a bundle has to say how files become inputs; {MAKE_KNOWN}")
-        fields, tensors, graph_bytes = store(self, graph=graph)
-        return write_bundle(Path(path), fields, tensors, graph_bytes)
+        return write_bundle(Path(path), *store(self, graph=graph))
 
     @own_state()
     def export(self, path: str | Path, images: Sequence[ImageLike] | Tensor = ()) -> None:

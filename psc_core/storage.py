@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -43,16 +43,11 @@ logger = logging.getLogger("psc.model")
 COMPARED: Final = 4  # number of calibration images by which a rebuilt network is compared with the fitted one
 
 
-class Stored(NamedTuple):
-    """What a bundle stores of a model."""
+def store(model: FittedModel, *, graph: bool) -> tuple[dict[str, Any], dict[str, Mapping[str, Tensor]], bytes | None]:
+    """Return what the bundle of a model holds: the fields of its manifest, and its tensors by part and name.
 
-    fields: dict[str, Any]  # of the manifest, but for version and files
-    tensors: dict[str, Mapping[str, Tensor]]  # by part and name
-    graph: bytes | None  # the network as an ONNX model, in place of its tensors
-
-
-def store(model: FittedModel, *, graph: bool) -> Stored:
-    """Return what the bundle of a model holds; the network as an ONNX graph if that is asked for or necessary."""
+    The network is an ONNX graph, the last, in place of its tensors if that is asked for or necessary.
+    """
     scorer, report = model.pipeline.scorer, model.report
     backbone = storable_backbone(model, graph=graph)
     fields = {
@@ -90,7 +85,7 @@ def store(model: FittedModel, *, graph: bool) -> Stored:
         fields["map"], tensors["map"] = layer_map.config(), layer_map.density.state_dict()
     if (images := model.pipeline.stored_images) is not None:
         fields["stored_images"], tensors["stored_images"] = images.sizes, images.tensors()
-    return Stored(fields, tensors, backbone.onnx)
+    return fields, tensors, backbone.onnx
 
 
 def _reading(config: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
