@@ -283,7 +283,12 @@ def read_rows(
     """Yield the rows of a model as ``pyarrow.RecordBatch``, each with rows of a single bundle."""
     ds = arrow().dataset
     wanted = ds.field("sampled") if sampled else ds.scalar(True)
-    return _scan(log, model, days_of(log, model) if days is None else days, wanted, columns or ())
+    return (
+        batch
+        for day in (days_of(log, model) if days is None else days)
+        for name, _ in log.names(f"model={model}/day={day}", suffix=".parquet")
+        for batch in rows_of_file(log, name, wanted, columns or ())
+    )
 
 
 def find_row(
@@ -336,12 +341,6 @@ def rows_of_file(log: Log, name: str, wanted: Any, columns: Sequence[str] = (), 
         some = [each for each in columns or names if each in known]
         batches = file.to_batches(columns=some, filter=wanted, batch_size=_BATCH)
         yield from (batch for batch in batches if batch.num_rows)
-
-
-def _scan(log: Log, model: str, days: Sequence[str], wanted: Any, columns: Sequence[str]) -> Iterator[Any]:
-    for day in days:
-        for name, _ in log.names(f"model={model}/day={day}", suffix=".parquet"):
-            yield from rows_of_file(log, name, wanted, columns)
 
 
 # The first bytes of the formats in :data:`psc_core.images.decode.IMAGE_FORMATS`, with their extensions.
