@@ -168,7 +168,7 @@ def mutates(node: fx.Node, root: nn.Module) -> bool:
     """Return whether a node whose result is unused changes one of its arguments in place."""
     if node.op == "call_module":
         return bool(getattr(root.get_submodule(str(node.target)), "inplace", False))
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _name(node)
     named = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
     return named or bool(node.kwargs.get("inplace")) or node.kwargs.get("out") is not None
 
