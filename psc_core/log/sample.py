@@ -39,21 +39,9 @@ from torch import Tensor
 from psc_core.conformal import effective_count
 from psc_core.data.dataset import ImageDataset, label_images
 from psc_core.errors import UsageError
+from psc_core.log import store
 from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, join_labels, read_labels
-from psc_core.log.store import (
-    IMAGE_INDEX,
-    IMAGE_PATH,
-    REQUEST_ID,
-    SHA256,
-    Log,
-    LoggedImages,
-    are_intact,
-    arrow,
-    days_of,
-    is_stored,
-    logged_model,
-    read_rows,
-)
+from psc_core.log.store import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, Log
 from psc_core.model import FittedModel
 
 REVIEWED: Final = 0.95  # fraction of a day's images, up to the last that counts, that must have a label
@@ -116,9 +104,9 @@ def read_sample(
     log: Log, model: FittedModel, name: str | None = None, *, since: str | None = None, until: str | None = None
 ) -> Sample:
     """Return the reviewed part of the random sample of some days, ``YYYY-MM-DD``, by any version of the model."""
-    name = logged_model(log, name)
-    days = days_of(log, name, since=since, until=until)
-    rows = read_rows(log, name, sampled=True, days=days, columns=list(_COLUMNS))
+    name = store.logged_model(log, name)
+    days = store.days_of(log, name, since=since, until=until)
+    rows = store.read_rows(log, name, sampled=True, days=days, columns=list(_COLUMNS))
     logged = images_of(join_labels(rows, read_labels(log), name), model.classes)
     if not logged:
         span = f" from {days[0]} to {days[-1]}" if days else ""
@@ -159,9 +147,9 @@ def read_outside(log: Log, model: FittedModel, name: str | None = None, **span: 
     if not (of_class := _intact(log, [image for image in logged if image.kind == LABEL])):
         reviewed = sum(image.kind is not None for image in logged)
         raise UsageError(
-            f"of the {len(logged)} logged images of {logged_model(log, name)} in {log.where} outside the random sample "
-            f"{reviewed} are reviewed and none of them has a label; label some (psc-log review without --sample), or "
-            "leave out --extend-density: images of the random sample calibrate, so they extend nothing"
+            f"of the {len(logged)} logged images of {store.logged_model(log, name)} in {log.where} outside the random "
+            f"sample {reviewed} are reviewed and none of them has a label; label some (psc-log review without "
+            "--sample), or leave out --extend-density: images of the random sample calibrate, so they extend nothing"
         )
     return _labelled(log, model, of_class)
 
@@ -181,13 +169,13 @@ def read_named(log: Log, wide: FittedModel, name: str | None = None, **span: str
 
 def _outside(log: Log, model: FittedModel, name: str | None, **span: str | None) -> list[LoggedLabel]:
     """Return the images outside the random sample by digest; one whose bytes are also inside belongs to it."""
-    name = logged_model(log, name)
-    rows = read_rows(log, name, days=days_of(log, name, **span), columns=[*_COLUMNS, "sampled"])
+    name = store.logged_model(log, name)
+    rows = store.read_rows(log, name, days=store.days_of(log, name, **span), columns=[*_COLUMNS, "sampled"])
     sample, others = set(), []
     for batch in join_labels(rows, read_labels(log), name):
         is_sampled = batch["sampled"].to_pylist()
         sample |= {sha256 for sha256, is_in in zip(batch[SHA256].to_pylist(), is_sampled, strict=True) if is_in}
-        others.append(batch.filter(arrow().array([not is_in for is_in in is_sampled])))
+        others.append(batch.filter(store.arrow().array([not is_in for is_in in is_sampled])))
     logged = (image for image in images_of(others, model.classes) if image.sha256 not in sample)
     return sorted(logged, key=lambda image: image.sha256)
 
@@ -208,15 +196,15 @@ def read_unknown(
 
 def unknown_of(log: Log, model: FittedModel, name: str | None = None, **span: str | None) -> list[LoggedLabel]:
     """Return the labels of the logged images reviewed as none of the classes, in the order of their digests."""
-    name = logged_model(log, name)
-    rows = read_rows(log, name, days=days_of(log, name, **span), columns=list(_COLUMNS))
+    name = store.logged_model(log, name)
+    rows = store.read_rows(log, name, days=store.days_of(log, name, **span), columns=list(_COLUMNS))
     joined = images_of(join_labels(rows, read_labels(log), name), model.classes)
     found = sorted((image for image in joined if image.kind == NONE_OF_THE_CLASSES), key=lambda image: image.sha256)
     return _intact(log, found)
 
 
 def _intact(log: Log, images: Sequence[LoggedLabel]) -> list[LoggedLabel]:
-    return list(compress(images, are_intact(log, [image.path for image in images])))
+    return list(compress(images, store.are_intact(log, [image.path for image in images])))
 
 
 def images_of(rows: Iterable[Any], classes: Collection[str] = ()) -> list[LoggedLabel]:
@@ -228,7 +216,7 @@ def images_of(rows: Iterable[Any], classes: Collection[str] = ()) -> list[Logged
     for batch in rows:
         for row in batch.to_pylist():
             sha256, path = row[SHA256], row[IMAGE_PATH]
-            if not is_stored(sha256, path):
+            if not store.is_stored(sha256, path):
                 continue
             before = found.get(sha256)
             kind, label, time = row["kind"], row["true_label"], row["label_time"]
@@ -291,6 +279,6 @@ def _labelled(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> Im
 
 
 def labelled_data(log: Log, model: FittedModel, images: Sequence[LoggedLabel]) -> ImageDataset:
-    source = LoggedImages(log, [image.path for image in images])
+    source = store.LoggedImages(log, [image.path for image in images])
     labels = torch.zeros(len(images), dtype=torch.int64)
     return label_images(f"images of {log.where}", model.classes, source, labels, model.preprocess)
