@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, get_args
 
 from psc_core.errors import DataError, ImageError, warn
 from psc_core.images import SUFFIXES
@@ -160,10 +160,7 @@ class HumanAnswer:
         return self.request_id, self.image_index
 
 
-class _Row(NamedTuple):
-    model: str
-    version: str
-    sha256: str | None
+_Row = tuple[str, str | None]  # the version of the bundle that answered, and the digest of the image
 
 
 def read_answers(path: Path) -> Iterator[HumanAnswer]:
@@ -188,7 +185,7 @@ def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None
             for request_id, index, digest, version in zip(*(column.to_pylist() for column in batch), strict=True):
                 for key in ((request_id, index), digest):
                     if key in rows:
-                        rows[key][name] = _Row(name, version, digest)
+                        rows[key][name] = version, digest
     models: dict[str, LoggedModel] = {}
     return [label for answer in given for label in _labels(log, answer, rows, models)]
 
@@ -204,26 +201,26 @@ def _labels(
         raise DataError(
             f"{answer.where}: the log has no row of the image {name!r}; remove it, or give the log of this image"
         )
-    for row in named.values():
-        if None not in (row.sha256, answer.image_sha256) and row.sha256 != answer.image_sha256:
+    for _, sha256 in named.values():
+        if None not in (sha256, answer.image_sha256) and sha256 != answer.image_sha256:
             raise DataError(
-                f"{answer.where}: the row is of the image {row.sha256}, not of {answer.image_sha256}; correct "
+                f"{answer.where}: the row is of the image {sha256}, not of {answer.image_sha256}; correct "
                 "request_id or image_index"
             )
     errors = []
-    for name, row in found.items():
-        if row.version not in models:
-            models[row.version] = store.read_model(log, row.version)
+    for name, (version, sha256) in found.items():
+        if version not in models:
+            models[version] = store.read_model(log, version)
         try:
             of_image = answer if name in named else replace(answer, request_id=None, image_index=None)
-            yield _label(of_image, row, models[row.version])
+            yield _label(of_image, sha256, models[version], name)
         except DataError as error:
             errors.append(error)
     if len(errors) == len(found):
         raise DataError(f"{answer.where}: {errors[0]}") from errors[0]
 
 
-def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
+def _label(answer: HumanAnswer, sha256: str | None, model: LoggedModel, name: str) -> Label:
     kind, text = LABEL, answer.text
     if text.partition(OF)[0] == NONE_OF_THE_CLASSES:
         kind, _, text = text.partition(OF)
@@ -235,12 +232,12 @@ def _label(answer: HumanAnswer, row: _Row, model: LoggedModel) -> Label:
     return Label(
         answer.request_id,
         answer.image_index,
-        row.sha256,  # None if erased: an answer must not bring the digest back
+        sha256,  # None if erased: an answer must not bring the digest back
         kind,
         _writable(text.strip(), MAX_NAME) or None,
         _writable(answer.source, _MAX_SOURCE),
         min(answer.time or now, now),
-        row.model,
+        name,
     )
 
 
