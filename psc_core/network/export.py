@@ -115,16 +115,12 @@ def reason_of(error: BaseException) -> str:
 def silent() -> Iterator[None]:
     """Drop what PyTorch says while it exports: of a network that it cannot hold, it prints the graph, by pages."""
     shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    shapes.addFilter(_drop)
+    was_disabled, shapes.disabled = shapes.disabled, True
     try:
         with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        shapes.removeFilter(_drop)
-
-
-def _drop(_record: logging.LogRecord) -> bool:
-    return False
+        shapes.disabled = was_disabled
 
 
 def check_exportable(net: nn.Module, trial: Tensor, precision: str) -> None:
