@@ -18,8 +18,6 @@ from psc_core.data import MAX_BAD_IMAGES
 from psc_core.network import LIBRARIES
 from psc_core.settings import DEFAULTS, FACTS, HEAD_KINDS, choices_of
 
-_Group = Any  # a group of flags; argparse has no public name for it
-
 _EXAMPLE = """example:
   psc-fit --model torchvision:resnet18 --weights net.safetensors --train images/train --val images/val --out bundle
 
@@ -147,10 +145,8 @@ def parser() -> argparse.ArgumentParser:
     return cli
 
 
-def _add_setting(
-    group: _Group, name: str, text: str, *, metavar: str | None = None, default: str | None = None
-) -> None:
-    """Add the flag of a field of :class:`.FitSettings`; ``default`` says in words what None means."""
+def _add_setting(group: Any, name: str, text: str, *, metavar: str | None = None, default: str | None = None) -> None:
+    """Add the flag of a field of :class:`.FitSettings` to a group; ``default`` says in words what None means."""
     value, wanted, choices = getattr(DEFAULTS, name), FACTS[name].range, choices_of(name)
     takes_auto = value is None and default is None
     shown = default or ("auto" if value is None else value)

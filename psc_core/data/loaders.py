@@ -35,15 +35,7 @@ from psc_core.errors import DataError, LoaderWarning, PSCError, UsageError, join
 from psc_core.images import BACKGROUNDS
 from psc_core.images.decode import IMAGE_FORMATS
 from psc_core.images.described import as_preprocess
-from psc_core.images.preprocess import (
-    Preprocess,
-    as_batch,
-    check_known,
-    describe_image,
-    mode_of,
-    read_each,
-    read_image,
-)
+from psc_core.images.preprocess import Preprocess, as_batch, check_known, describe_image, mode_of, read_each, read_image
 from psc_core.text import class_names, compose
 
 READ_TWICE: Final = 8  # examples that are read twice to see whether they change; a random flip may spare some of them
