@@ -26,16 +26,15 @@ from benchmarks.checkpoints import Trained
 from benchmarks.data import random_images
 from benchmarks.ood.settings import SETTINGS, Setting
 from benchmarks.runs import Json, Run
-from psc_core.added_class import fit_added, is_answer, log_odds, widen
 from psc_core.checks import check_values
 from psc_core.conformal import conformal_p_values
 from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.density import class_values
 from psc_core.errors import UsageError
 from psc_core.heads.base import Scored, entropy
+from psc_core.learnt import fit_added, fit_reviewed, is_answer, log_odds, widen
 from psc_core.metrics import auroc
 from psc_core.model import PSC
-from psc_core.reviewed import fit_reviewed
 
 DRAWS, COUNTS, SAMPLED, ALPHA, WRONG = 30, (10, 25, 100, 400), 400, 0.05, 0.3
 SAMPLES = (400, 1600)  # reviewed images of the random sample beside an added class

@@ -17,12 +17,12 @@ images is taken, among those that lose at most :data:`LARGEST_LOSS` of AUROC on 
 Extended densities give other values, so the p-values of their checks come from the same real images; those of 0 do
 too while they are compared, or the checks would win and not the density.
 
-:func:`learn`: images reviewed as none of the classes become the check ``reviewed`` (:mod:`psc_core.reviewed`), which
+:func:`learn`: images reviewed as none of the classes become the check ``reviewed`` (:mod:`psc_core.learnt`), which
 replaces an earlier one.  It is taken where it ranks reviewed images that it has not learnt from higher among images of
 the classes, by more than the standard error of that gain over images of both kinds, and loses at most
 :data:`LARGEST_LOSS` of AUROC on every transform.
 
-:func:`add_class`: images that people named become one more class (:mod:`psc_core.added_class`).  What was learnt from
+:func:`add_class`: images that people named become one more class (:mod:`psc_core.learnt`).  What was learnt from
 reviewed images is forgotten, because these may be among them.
 
 :func:`recalibrate_from_sample` does it all.  A quarter of the sampled images chooses the times, whether a check is
@@ -43,7 +43,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from psc_core import __version__
-from psc_core.added_class import PARTS, AddedClass, fit_added, is_answer
 from psc_core.answers import WITHOUT_IMAGE, BasePolicy
 from psc_core.bundle import HISTORY
 from psc_core.checks import (
@@ -69,22 +68,26 @@ from psc_core.fit_data import FitJob
 from psc_core.fit_parts import round_floats
 from psc_core.heads.base import Scored
 from psc_core.images.preprocess import Pixels
+from psc_core.learnt import (
+    FEWEST,
+    PARTS,
+    AddedClass,
+    Kind,
+    Reviewed,
+    cluster,
+    fit_added,
+    fit_reviewed,
+    is_answer,
+    moments_of,
+    store_images,
+    with_enough,
+)
 from psc_core.log.labels import LABEL_KINDS, MAX_NAME, NONE_OF_THE_CLASSES, OF
 from psc_core.log.sample import Sample
 from psc_core.maps import LayerMap
 from psc_core.metrics import auroc, in_practice
 from psc_core.model import TRIAL_IMAGES, FittedModel
 from psc_core.pipeline import Pipeline, Scorer, ood_score_of
-from psc_core.reviewed import (
-    FEWEST,
-    Kind,
-    Reviewed,
-    cluster,
-    fit_reviewed,
-    moments_of,
-    store_images,
-    with_enough,
-)
 from psc_core.scoring import dataset_outputs
 from psc_core.settings import FitSettings, settings_where
 from psc_core.stored_images import StoredImages
@@ -408,7 +411,7 @@ class Learnt:
 
 @torch.inference_mode()
 def clusters_of(model: FittedModel, images: ImageDataset) -> list[int]:
-    """Return the cluster of each reviewed image, see :func:`psc_core.reviewed.cluster`."""
+    """Return the cluster of each reviewed image, see :func:`psc_core.learnt.cluster`."""
     scorer = model.pipeline.scorer
     inputs, _, _ = _read(scorer, images, Compute(model.device))
     density = copy.deepcopy(scorer.density).cpu()

@@ -7,7 +7,7 @@ check          value, higher is more unusual                       an alarm mean
                over positions, nats
 ``content``    minus the log density of the model, nats            unknown kind: parts that no class has
 ``confidence`` Σ p^0.2 of the other probable classes               no class stands out
-``reviewed``   what :mod:`psc_core.reviewed` has learnt, in         like images that people reviewed as none of
+``reviewed``   what :mod:`psc_core.learnt` has learnt, in         like images that people reviewed as none of
                standard deviations of images of the classes        the classes
 =============  ==================================================  ==========================================
 

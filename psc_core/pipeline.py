@@ -20,7 +20,6 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from psc_core.added_class import AddedClass, log_odds, widen
 from psc_core.checks import REVIEWED, TEXTURE, Checks, check_values
 from psc_core.compute import autocast, together
 from psc_core.conformal import conformal_p_values
@@ -28,12 +27,12 @@ from psc_core.density import Density
 from psc_core.errors import NetworkError, UsageError
 from psc_core.heads.base import Head, Scored
 from psc_core.images.preprocess import Images, Inputs, Preprocess, standardise
+from psc_core.learnt import AddedClass, Reviewed, log_odds, widen
 from psc_core.maps import LayerMap
 from psc_core.network.cut import Backbone, FeaturesAndOutput
 from psc_core.network.export import to_onnx
 from psc_core.network.onnx import INSTALLED
 from psc_core.projection import Projection
-from psc_core.reviewed import Reviewed
 from psc_core.settings import BACKENDS, Backend, Precision
 from psc_core.stored_images import STORED_DISTANCE, StoredImages
 from psc_core.tasks.base import Outputs, pack

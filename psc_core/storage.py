@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from psc_core.added_class import AddedClass
 from psc_core.bundle import SCHEMA, Bundle, Manifest, MapSection, ReviewedSection
 from psc_core.checks import REVIEWED, TEXTURE, Checks
 from psc_core.conformal import check_rates
 from psc_core.density import Density, restore_density
 from psc_core.errors import BundleError, NetworkError, PSCError, of_this_machine, shorten
 from psc_core.fitted import restore as restore_fitted
+from psc_core.learnt import AddedClass, Kind, Reviewed
 from psc_core.maps import MAX_POSITIONS, POSITION_DENSITIES, Grid, LayerMap
 from psc_core.network.cut import Backbone, onnx_backbone, rebuild_backbone
 from psc_core.network.export import export_here
@@ -31,7 +31,6 @@ from psc_core.network.load import need_no_folder
 from psc_core.network.onnx import restore_body
 from psc_core.pipeline import Pipeline, Scorer, check_agreement, smooth_noise
 from psc_core.projection import Projection
-from psc_core.reviewed import Kind, Reviewed
 from psc_core.stored_images import StoredImages
 from psc_core.tasks.base import BaseCalibration
 

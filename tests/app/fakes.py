@@ -19,9 +19,9 @@ from psc_core.answers import CLASSIFICATION_SCORES, BasePolicy, ClassificationPo
 from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
 from psc_core.checks import REVIEWED
 from psc_core.images.preprocess import Preprocess
+from psc_core.learnt import Kind, Reviewed
 from psc_core.maps import Grid, LayerMap, PositionDensity
 from psc_core.pipeline import REVIEWED_DISTANCE
-from psc_core.reviewed import Kind, Reviewed
 from psc_core.stored_images import STORED_DISTANCE, StoredImages
 from psc_core.tasks.base import Matrix, Outputs, Task, pack
 from psc_core.tasks.classification import Calibration, Classification

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psc_core.added_class import LARGEST_TAKEN, AddedClass, fit_added, is_answer, log_odds, widen
 from psc_core.density import (
     DENSITIES,
     EXAMPLES,
@@ -19,6 +18,7 @@ from psc_core.density import (
 )
 from psc_core.errors import FitError, UsageError
 from psc_core.heads.base import Scored
+from psc_core.learnt import LARGEST_TAKEN, AddedClass, fit_added, is_answer, log_odds, widen
 from tests.reference import added_class as naive
 
 EXTREMES = st.floats(-1e6, 1e6) | st.sampled_from([0.0, 1e30, -1e30])

@@ -24,9 +24,9 @@ from psc_core.export.graph import export_graphs
 from psc_core.heads import dve, sngp
 from psc_core.heads.softmax import TemperatureHead
 from psc_core.images.preprocess import MAX_INPUT_PIXELS, MAX_RESIZE
+from psc_core.learnt import fit_reviewed, store_images
 from psc_core.maps import LEVELS, MAX_POSITIONS, POSITION_DENSITIES
 from psc_core.network.load import MAX_MODULES, MAX_WEIGHTS
-from psc_core.reviewed import fit_reviewed, store_images
 from psc_core.stored_images import MAX_COUNT, SIDE
 from psc_core.tasks import TASKS
 from psc_core.tasks.classification import Classification

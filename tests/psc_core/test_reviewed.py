@@ -19,7 +19,7 @@ from psc_core.density import (
 from psc_core.density import extend_density as extend
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import PRESETS
-from psc_core.reviewed import FEWEST, STORED, cluster, fit_reviewed, store_images, with_enough
+from psc_core.learnt import FEWEST, STORED, cluster, fit_reviewed, store_images, with_enough
 from tests.reference import reviewed as naive
 
 NAMES = ("none_of_the_classes", "hedgehog", "drone")

@@ -1,4 +1,4 @@
-"""Naive twin of :mod:`psc_core.added_class`, one image at a time, with Python's own numbers."""
+"""Naive twin of :mod:`psc_core.learnt`, one image at a time, with Python's own numbers."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Naive twin of :mod:`psc_core.reviewed`, in the features instead of the density's coordinates, with NumPy."""
+"""Naive twin of :mod:`psc_core.learnt`, in the features instead of the density's coordinates, with NumPy."""
 
 from collections.abc import Sequence
 from typing import Any
