@@ -40,26 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Texts = Mapping[str, tuple[str, str]]  # the title and explanation of each figure, in the order of the page
 PREDICTORS: Final = {"original": "the original network", "psc": "with PSC"}  # others keep their names
-
-TEXTS: Final[Texts] = {
-    "sizes": ("Size of the projection", "Squares mark the chosen number of components: the fewest that keep both."),
-    "ood-scores": (
-        "How unusual images are",
-        "Right of the dashed line an image counts as out of distribution. Blue images belong left of it, orange ones "
-        "right.",
-    ),
-    "roc": ("Detection against false alarms", "How much is found at each rate of false alarms; up and left is better."),
-}
-
-GLOSSARY: Final[Mapping[str, str]] = {
-    "NC1": "Variability within classes as a fraction of all variability: 1 without classes, 0 when a class is a point.",
-    "ε": "The NC1 below which a layer counts as collapsed.",
-    "OOD score": "How unlike the training images an image is; higher is more unusual. Nats.",
-    "alpha": "The rate of false alarms that the OOD threshold keeps on images like the calibration images, on average.",
-    "synthetic OOD images": "Validation images turned, binarised, framed …, to see what happens without OOD images.",
-}
 
 NO_CLASS: Final = -1  # the label of an image of none of the classes
 _METADATA: Final = "report"
@@ -170,11 +151,6 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def parts_of(data: ImageDataset) -> Mapping[str, Tensor]:
-    """Return the groups of a data set; none if it has only one."""
-    return data.groups if len(data.groups) > 1 else {}
-
-
 AnyModel = TypeVar("AnyModel", bound=FittedModel)
 AnyScored = TypeVar("AnyScored")
 
@@ -184,7 +160,7 @@ class TaskReport(ABC, Generic[AnyModel, AnyScored]):
 
     set_type: ClassVar[type[ScoredSet]]
     templates: ClassVar[str]  # first part of their names
-    texts: ClassVar[Texts]  # the title and explanation of each figure, in the order of the page
+    texts: ClassVar[Mapping[str, tuple[str, str]]]  # the title and explanation of each figure, in the order of the page
     no_limit: ClassVar[Mapping[str, str]]  # what to say of a figure whose limit does not exist
     columns: ClassVar[Mapping[str, str]]  # titles of the metrics that are shown
     digits: ClassVar[str] = ".4g"  # of a metric
@@ -211,7 +187,7 @@ class TaskReport(ABC, Generic[AnyModel, AnyScored]):
         return ()
 
     @abstractmethod
-    def limits_of(self, policy: Any, calibration: Any, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    def limits_of(self, policy: Any, calibration: Any) -> dict[str, float | None]:
         """Return the limits of decisions by the figure that shows them; None if no image is beyond."""
 
     @abstractmethod
@@ -222,8 +198,8 @@ class TaskReport(ABC, Generic[AnyModel, AnyScored]):
     def policy_lines(self, task: Any, policy: Any, limits: Mapping[str, float | None]) -> list[str]:
         """Return the meaning of the policy besides the alarm, one line each."""
 
-    def warnings_of(self, metrics: Mapping[str, Any], head: Mapping[str, float]) -> list[str]:
-        """Return the warnings that follow from the metrics and the head's record in the manifest."""
+    def warnings_of(self, head: Mapping[str, float]) -> list[str]:
+        """Return the warnings that follow from the head's record in the manifest."""
         return []
 
     def accuracy_lost(self, base: Mapping[str, float], psc: Mapping[str, float]) -> str:
@@ -317,7 +293,7 @@ class Facts:
     @cached_property
     def limits(self) -> Mapping[str, float | None]:
         """The limits of the other decisions, by the figure that shows them; None if no image is beyond."""
-        return self.of_task.limits_of(self.manifest.policy, self.calibration, self.manifest.metrics)
+        return self.of_task.limits_of(self.manifest.policy, self.calibration)
 
     @cached_property
     def flagged(self) -> dict[tuple[Role, str], float]:
@@ -499,7 +475,7 @@ def _warnings(manifest: Manifest, chosen: ChosenLayer | None, content: Content) 
     found = manifest.policy.notes(manifest.classes)
     found += chosen.notes if chosen else ()
     found += [text for text in (projection.get("warning"), projection.get("pooled")) if text]
-    found += of_task.warnings_of(metrics, manifest.head.record)
+    found += of_task.warnings_of(manifest.head.record)
     both = [
         images.quality
         for images in content.sets

@@ -550,7 +550,7 @@ class Classification(Task):
 
     @classmethod
     def report(cls) -> TaskReport[Any, Any]:
-        from psc_core.report.classification import ClassificationTaskReport
+        from psc_core.report.tasks import ClassificationTaskReport
 
         return ClassificationTaskReport()
 

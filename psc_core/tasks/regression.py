@@ -449,7 +449,7 @@ class Regression(Task):
 
     @classmethod
     def report(cls) -> TaskReport[Any, Any]:
-        from psc_core.report.regression import RegressionTaskReport
+        from psc_core.report.tasks import RegressionTaskReport
 
         return RegressionTaskReport()
 

@@ -2,9 +2,8 @@
 
 import torch
 
-from psc_core.report.classification import ClassificationSet
 from psc_core.report.content import Content, Picture, Role
-from psc_core.report.regression import RegressionSet
+from psc_core.report.tasks import ClassificationSet, RegressionSet
 
 NONE = torch.empty(0, dtype=torch.int64)
 

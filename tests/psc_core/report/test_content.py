@@ -17,9 +17,8 @@ from psc_core.fit import fit_stages
 from psc_core.fit_data import FitJob
 from psc_core.model import PSC, PSCRegressor
 from psc_core.report import content as report_content
-from psc_core.report.classification import ClassificationSet
 from psc_core.report.content import Content, Role, facts_of
-from psc_core.report.regression import RegressionSet
+from psc_core.report.tasks import ClassificationSet, RegressionSet
 from psc_core.tasks import TASKS
 from tests.conftest import TinyJob
 from tests.psc_core.report.support import content, image_set, value_content

@@ -14,9 +14,9 @@ from psc_core.bundle import read_bundle
 from psc_core.collapse import CollapseReport, LayerCollapse, LinearFit, NearestMean
 from psc_core.report import FIGURES, page
 from psc_core.report import page as figures
-from psc_core.report.classification import ClassificationTaskReport as words
 from psc_core.report.content import Content, Facts, Role, facts_of
-from psc_core.report.regression import RegressionTaskReport as regression_words
+from psc_core.report.tasks import ClassificationTaskReport as words
+from psc_core.report.tasks import RegressionTaskReport as regression_words
 from tests.psc_core.report.support import content, image_set, value_content
 
 

@@ -15,9 +15,9 @@ from psc_core import PSCRegressor, open_dataset
 from psc_core.answers import RegressionPolicy, Target
 from psc_core.bundle import Bundle, read_bundle
 from psc_core.evaluation.regression import RegressionEvaluator
-from psc_core.report import regression
+from psc_core.report import tasks
 from psc_core.report.content import Content, Role, facts_of
-from psc_core.report.regression import RegressionSet
+from psc_core.report.tasks import RegressionSet
 from psc_core.tasks.regression import Calibration, fit_calibration
 from tests.psc_core.report.support import value_content, value_set
 
@@ -26,10 +26,10 @@ def test_numbers_of_out_of_distribution_images_are_no_truth(angle_bundle: Path, 
     model = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
     data = open_dataset(f"rotated-mnist:{data_root}", split="val", preprocess=model.preprocess)
     scored = RegressionEvaluator().score_images(model, data)
-    assert len(regression.RegressionTaskReport().scored_set("test", Role.TEST, data, scored).values) == len(data)
-    outside = regression.RegressionTaskReport().scored_set("others", Role.OOD, data, scored)
+    assert len(tasks.RegressionTaskReport().scored_set("test", Role.TEST, data, scored).values) == len(data)
+    outside = tasks.RegressionTaskReport().scored_set("others", Role.OOD, data, scored)
     assert len(outside.values) == 0 and outside.quality == {}
-    assert regression.RegressionTaskReport().pictures_of(data, scored) == ()
+    assert tasks.RegressionTaskReport().pictures_of(data, scored) == ()
 
 
 ANGLE = Target(name="angle", unit="degrees")
@@ -55,7 +55,7 @@ def line(drawn: Figure, label: str) -> tuple[Any, Any]:
 
 def test_coverage_counts_what_the_intervals_hold() -> None:
     images, calibration = random_set(200), calibration_of(random_set(40, seed=1))
-    drawn = regression.coverage(images, calibration)
+    drawn = tasks.coverage(images, calibration)
     triples = list(zip(images.values.tolist(), images.mean.tolist(), images.deviation.tolist(), strict=True))
 
     def held(half: float) -> float:
@@ -71,15 +71,15 @@ def test_coverage_counts_what_the_intervals_hold() -> None:
 
 def test_calibration_images_are_on_the_diagonal_and_end_it() -> None:
     images = random_set(999)
-    x, y = line(regression.coverage(images, calibration_of(images)), "stated intervals")
+    x, y = line(tasks.coverage(images, calibration_of(images)), "stated intervals")
     assert np.abs(x - y).max() < 0.0011
-    x, _ = line(regression.coverage(random_set(9), calibration_of(random_set(9))), "stated intervals")
+    x, _ = line(tasks.coverage(random_set(9), calibration_of(random_set(9))), "stated intervals")
     assert x.max() == pytest.approx(0.9)  # No more is stated than the calibration images allow.
 
 
 def test_error_coverage_leaves_the_most_uncertain_out() -> None:
     images = random_set(50)
-    drawn = regression.error_coverage(images, ANGLE)
+    drawn = tasks.error_coverage(images, ANGLE)
     errors = (images.values - images.mean.double()).tolist()
     for label, key in (("by predicted deviation", images.deviation.tolist()), ("if the errors were known", errors)):
         order = sorted(range(50), key=lambda i: abs(key[i]))
@@ -90,7 +90,7 @@ def test_error_coverage_leaves_the_most_uncertain_out() -> None:
 
 def test_predictions_are_a_point_an_image() -> None:
     images = value_set("test", Role.TEST, [0.0, 0.0, 0.0])
-    x, y = regression.predictions(images, ANGLE).axes[0].lines[1].get_data()
+    x, y = tasks.predictions(images, ANGLE).axes[0].lines[1].get_data()
     assert list(x) == [0, 1, 2] and list(y) == [1, 2, 3]
 
 
@@ -100,7 +100,7 @@ def test_deviations_have_the_limit_of_the_policy(angle_bundle: Path) -> None:
     deviations = Calibration.from_tensors(bundle.parts["calibration"]).quantile(0.9)
     policy = RegressionPolicy(alpha=0.05, coverage=0.9, max_width=2 * 1.75 * deviations)
     limited = Bundle(bundle.path, bundle.manifest.model_copy(update={"policy": policy}), bundle.parts)
-    drawn = regression.RegressionTaskReport().draw(facts_of(limited, Content(bundle.manifest.version, (images,))))
+    drawn = tasks.RegressionTaskReport().draw(facts_of(limited, Content(bundle.manifest.version, (images,))))
     assert set(drawn) == {"deviations", "predictions", "coverage", "error-coverage"}
     assert drawn["deviations"] is not None
     assert [text.get_text() for text in drawn["deviations"].axes[0].texts] == ["60.0% above"]
