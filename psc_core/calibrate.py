@@ -85,7 +85,7 @@ from psc_core.learnt import (
 from psc_core.log.labels import LABEL_KINDS, MAX_NAME, NONE_OF_THE_CLASSES, OF
 from psc_core.log.sample import Sample
 from psc_core.maps import LayerMap
-from psc_core.metrics import auroc, in_practice
+from psc_core.metrics import auroc, in_practice, placements
 from psc_core.model import TRIAL_IMAGES, FittedModel
 from psc_core.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.scoring import dataset_outputs
@@ -357,9 +357,6 @@ def _synthetic_values(
     return {times: {name: of_transform[times] for name, of_transform in found.items()} for times in scorers}
 
 
-_HELD_BACK: Final = "reviewed, held back"  # beside the transforms
-
-
 @dataclass(frozen=True)
 class Learnt:
     """A pipeline that has learnt from reviewed images, and the comparison with one without such a check."""
@@ -462,12 +459,12 @@ def learn(
         fitted = fit_reviewed(moments, seen["w"][~held], kinds[~held], names)
         for row, score in enumerate((without, score_with(fitted, checks_with(fitted)))):
             known, found = score(inside), score(of_held)
-            ranks[row, held] = _ranks(known, found)
-            of_real[row] += float(held.double().mean()) * (1 - _ranks(found, known))
+            ranks[row, held] = placements(found, known)
+            of_real[row] += float(held.double().mean()) * (1 - placements(known, found))
     reviewed, gains = fit_reviewed(moments, seen["w"], kinds, names, days), ranks[1] - ranks[0]
     new = checks_with(reviewed)
     before, after = (
-        {_HELD_BACK: mean, **{name: auroc(score(inside), score(of)) for name, of in made.items()}}
+        {"reviewed, held back": mean, **{name: auroc(score(inside), score(of)) for name, of in made.items()}}
         for mean, score in zip(ranks.mean(1).tolist(), (without, score_with(reviewed, new)), strict=True)
     )
     # The standard error of the difference of two AUROCs on the same images, of both kinds (DeLong et al. 1988).
@@ -479,13 +476,6 @@ def learn(
             reviewed = store_images(reviewed, unknown, seen["w"])
         pipeline = pipeline.with_scorer(scorer.replace(reviewed=reviewed).to(scorer.scale.device), checks=new)
     return Learnt(pipeline, reviewed.kinds, before, after, ranks, helps)
-
-
-def _ranks(real: Float[Tensor, " m"], scores: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return the fraction of real images that each score is above, ties counted half."""
-    ascending = real.sort().values
-    low, high = (torch.searchsorted(ascending, scores, right=right) for right in (False, True))
-    return (low + high).double() / (2 * len(real))
 
 
 def with_class(model: FittedModel, name: str) -> FittedModel:

@@ -43,7 +43,7 @@ def on_gpu(job: TinyJob, folder: Path, words: tuple[str, ...]) -> dict[str, Any]
 def test_a_check_is_learnt_there_as_here(tiny_bundle: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = cycle((0.0, 0.0, 1.0, 1.0))  # without the check and with it, however well the tiny network does
     monkeypatch.setattr("psc_core.calibrate.LARGEST_LOSS", 1.0)
-    monkeypatch.setattr("psc_core.calibrate._ranks", lambda _, scores: torch.full((len(scores),), next(turns)).double())
+    monkeypatch.setattr("psc_core.calibrate.placements", lambda of, _: torch.full((len(of),), next(turns)).double())
     digits, clothes = (
         open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"]).subset(torch.arange(count))
         for name, count in (("mnist", 128), ("fashion-mnist", 20))
