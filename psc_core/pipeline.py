@@ -274,8 +274,6 @@ class Pipeline(nn.Module):
 # Maximum difference between two backends: of probabilities, of means in standard deviations, and of log densities
 # relative to their magnitude.
 OUTPUT_TOLERANCE = 1e-4
-_CHECKED_IMAGES = 32
-_FEW = 4
 
 
 def available_backends(model: FittedModel) -> tuple[Backend, ...]:
@@ -326,7 +324,7 @@ def check_agreement(model: FittedModel, calibrated: Outputs[Tensor], other: Outp
             )
 
 
-def smooth_noise(preprocess: Preprocess, count: int = _CHECKED_IMAGES) -> Tensor:
+def smooth_noise(preprocess: Preprocess, count: int = 32) -> Tensor:
     """Return ``uint8`` images of noise, from coarse to fine, the same on every call."""
     generator = torch.Generator().manual_seed(0)
     images = []

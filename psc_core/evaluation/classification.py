@@ -249,11 +249,6 @@ def is_significant(difference: Difference, *, sign: int = 1) -> bool:
     return sign * difference.value > STANDARD_ERRORS * difference.standard_error
 
 
-def format_difference(difference: Difference) -> str:
-    """Format a difference as ``+0.0100 ± 0.0010``."""
-    return f"{difference.value:+.4f} ± {difference.standard_error:.4f}"
-
-
 def compare_classifiers(classifiers: Mapping[str, Mapping[str, float]], metric: str) -> str:
     values = {name: quality[metric] for name, quality in classifiers.items()}
     best = max(values.values()) if metric == "accuracy" else min(values.values())
@@ -454,7 +449,7 @@ class ClassificationReport(Report):
             [
                 name,
                 *(f"{value:.4f}" for value in (s.auroc, s.aupr_in, s.aupr_out, s.fpr95)),
-                "" if name == PRIMARY else format_difference(s.auroc_difference),
+                "" if name == PRIMARY else "{:+.4f} ± {:.4f}".format(*s.auroc_difference),
             ]
             for name, s in ranked
         ]
