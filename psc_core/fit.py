@@ -57,7 +57,7 @@ from psc_core.fit_data import Checkpoint, FitData, FitJob
 from psc_core.fit_parts import FittedParts, compare_positions, cut, fewest_positions, fit_parts, report_of
 from psc_core.images.preprocess import MAKE_KNOWN
 from psc_core.log.labels import NONE_OF_THE_CLASSES
-from psc_core.model import PSC, FittedModel, PSCRegressor, model_class_of
+from psc_core.model import PSC, AnyModel, FittedModel, PSCRegressor, model_class_of
 from psc_core.network.cut import device_of, readable_copy
 from psc_core.network.described import classes_of
 from psc_core.network.export import check_exportable
@@ -110,7 +110,11 @@ def fit_model(
     job: FitJob,
 ) -> tuple[FittedModel, FittedParts]:
     """Fit density, head and checks to the training images, and calibrate them on the calibration split."""
-    check_same_layers(chosen, projection)
+    if projection.layers != chosen.layers:
+        raise UsageError(
+            f"expected a projection of {'+'.join(chosen.layers)}, got one of "
+            f"{'+'.join(projection.layers)}; fit the projection for this layer"
+        )
     data = job.data
     job.compute.require(data.train)
     parts = fit_parts(net, chosen, projection, job)
@@ -129,15 +133,6 @@ def fit_model(
     )
     model.probe()  # As in loading: a model that cannot be loaded is not saved.
     return model, parts
-
-
-def check_same_layers(chosen: ChosenLayer, projection: FittedProjection) -> None:
-    """Raise :class:`UsageError` for a projection of other layers than the chosen layer's."""
-    if projection.layers != chosen.layers:
-        raise UsageError(
-            f"expected a projection of {'+'.join(chosen.layers)}, got one of "
-            f"{'+'.join(projection.layers)}; fit the projection for this layer"
-        )
 
 
 class Stages(NamedTuple):
@@ -209,7 +204,8 @@ def fit(
         check_named(net, images[:1], chosen)
         if train.preprocess.is_known and spec_of(net) is None:
             _warn_of_no_export(net, images[:1], chosen.precision)
-    val = open_images(loaders[1], "the validation data", described_as(train))
+    as_train = LoaderDescription(train.preprocess, classes=train.classes, target=train.target)
+    val = open_images(loaders[1], "the validation data", as_train)
     check_disjoint(train, val)
     job = FitJob.of(train, val, chosen, task=task)
     if not train.preprocess.is_known:
@@ -354,11 +350,6 @@ def check_undescribed(data: ImageDataset, description: LoaderDescription) -> Non
         )
 
 
-def described_as(data: ImageDataset) -> LoaderDescription:
-    """Return the description of a loader whose images belong to those of a data set."""
-    return LoaderDescription(data.preprocess, classes=data.classes, target=data.target)
-
-
 LAST_STAGE: Final = "fit_psc or fit_regressor"
 
 # The settings that one stage alone reads, by its function.
@@ -497,10 +488,8 @@ def fit_psc(  # noqa: PLR0913
         FitError: If features or outputs cannot be fitted; the message says why.
         NetworkError: If the network cannot be cut.
     """
-    check_read(LAST_STAGE, changes)
-    settings = settings_for(chosen, settings, changes)
-    fitted = _fit(PSC, net, chosen, projection, (train, val), settings, name=name, provenance=provenance or {})
-    return cast(PSC, fitted)
+    recorded = {"name": name, "provenance": provenance or {}}
+    return _fit(PSC, net, chosen, projection, (train, val), settings, changes, **recorded)
 
 
 @own_state()
@@ -540,28 +529,29 @@ def fit_regressor(  # noqa: PLR0913
         FitError: If features or outputs cannot be fitted; the message says why.
         NetworkError: If the network cannot be cut.
     """
-    check_read(LAST_STAGE, changes)
-    settings = settings_for(chosen, settings, changes)
-    fitted = _fit(PSCRegressor, net, chosen, projection, (train, val), settings, name=name, provenance=provenance or {})
-    return cast(PSCRegressor, fitted)
+    recorded = {"name": name, "provenance": provenance or {}}
+    return _fit(PSCRegressor, net, chosen, projection, (train, val), settings, changes, **recorded)
 
 
 def _fit(
-    model_class: type[FittedModel],
+    model_class: type[AnyModel],
     net: nn.Module,
     chosen: ChosenLayer,
     projection: FittedProjection,
     images: tuple[ImageDataset, ImageDataset],
-    settings: FitSettings,
+    settings: FitSettings | None,
+    changes: Mapping[str, Any],
     **recorded: Any,
-) -> FittedModel:
+) -> AnyModel:
     """Return a model of type ``model_class``, which knows its task."""
+    check_read(LAST_STAGE, changes)
+    settings = settings_for(chosen, settings, changes)
     job = FitJob.of(*images, settings, task=model_class.task_type.name)
     check_disjoint(*images)
     _check_network(net, job)
     model, _ = fit_model(net, chosen, projection, replace(job, **recorded))
     warn_of_policy(model.policy, model.report["metrics"])
-    return model
+    return cast(AnyModel, model)
 
 
 def _stage_job(net: nn.Module, train: ImageDataset, val: ImageDataset | None, settings: FitSettings) -> FitJob:

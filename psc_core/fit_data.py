@@ -96,8 +96,22 @@ class FitData:
 
     def checked(self) -> FitData:
         """Return the same images, after checking that a fit can use them."""
-        check_preprocessing(self.train, self.val)
-        check_classes(self.train, self.val)
+        train, val = self.train, self.val
+        if different := train.preprocess.differences(val.preprocess):  # The model takes that of the training images.
+            raise UsageError(
+                f"expected {val.name} to be read through the training images' preprocessing {train.preprocess}, got "
+                f"{val.preprocess}, with another {', '.join(different)}; open both with the same preprocess"
+            )
+        check_same(val, train.classes, "training images'")
+        if len(train.classes) < 2:
+            raise DataError(f"expected at least two classes, got {list(train.classes)}; give a folder for each class")
+        counts = torch.bincount(train.labels, minlength=len(train.classes))
+        if counts.min() < 2:
+            rare = train.classes[int(counts.argmin())]
+            raise DataError(
+                f"expected at least two training images of each class, got {int(counts.min())} of {rare!r}; add images "
+                "of it"
+            )
         for half in self._halves:
             self.task_type.check_half(half)
         return self
@@ -170,29 +184,6 @@ def draw_few(train: ImageDataset, max_images: int | None, seed: int) -> ImageDat
     if max_images is not None and max_images < min(fewest, len(train)):
         raise UsageError(f"expected --max-images of at least {fewest}, two for each class or bin, got {max_images}")
     return draw_balanced(train, max_images, seed)
-
-
-def check_preprocessing(train: ImageDataset, val: ImageDataset) -> None:
-    """Require images that become inputs in the same way: the model takes that of the training images."""
-    if different := train.preprocess.differences(val.preprocess):
-        raise UsageError(
-            f"expected {val.name} to be read through the training images' preprocessing {train.preprocess}, got "
-            f"{val.preprocess}, with another {', '.join(different)}; open both with the same preprocess"
-        )
-
-
-def check_classes(train: ImageDataset, val: ImageDataset) -> None:
-    """Require the same classes in both, at least two classes, and at least two training images of each."""
-    check_same(val, train.classes, "training images'")
-    if len(train.classes) < 2:
-        raise DataError(f"expected at least two classes, got {list(train.classes)}; give a folder for each class")
-    counts = torch.bincount(train.labels, minlength=len(train.classes))
-    if counts.min() < 2:
-        rare = train.classes[int(counts.argmin())]
-        raise DataError(
-            f"expected at least two training images of each class, got {int(counts.min())} of {rare!r}; add images of "
-            "it"
-        )
 
 
 def say_nothing(text: str, details: str = "") -> None:

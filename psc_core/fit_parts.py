@@ -232,9 +232,6 @@ def early_layers(net: nn.Module, layers: Sequence[str], trial: Tensor) -> list[s
     return []
 
 
-Values = Mapping[str, Tensor]  # the values of n images, (n,) by check; those of early layers by layer
-
-
 def synthetic_values(
     scorer: Scorer,
     layers: Layers,
@@ -268,7 +265,13 @@ def synthetic_values(
     return values, scored
 
 
-def compare(values: Mapping[str, Values], names: Sequence[str], layers: Sequence[str], *, reason: str) -> CheckChoice:
+def compare(
+    values: Mapping[str, Mapping[str, Tensor]],  # of n images, (n,), by transform, then by check or early layer
+    names: Sequence[str],
+    layers: Sequence[str],
+    *,
+    reason: str,
+) -> CheckChoice:
     """Compare all checks with each early layer, and fewer checks for the record, by AUROC on each transform."""
     real, transforms = values[REAL], [name for name in values if name != REAL]
     full = {option_name(layer, names): [layer, *names] for layer in layers} or {option_name(None, names): list(names)}
@@ -277,7 +280,7 @@ def compare(values: Mapping[str, Values], names: Sequence[str], layers: Sequence
     aurocs = {}
     for option, columns in (fewer | full).items():
         inside = torch.stack([real[column] for column in columns], dim=1)
-        checks = fit_checks(_as_checks(columns, layers), inside, inside)
+        checks = fit_checks([TEXTURE if name in layers else name for name in columns], inside, inside)
         synthetic = {each: torch.stack([values[each][name] for name in columns], dim=1) for each in transforms}
         aurocs[option] = {each: auroc(checks.score(inside), checks.score(values)) for each, values in synthetic.items()}
     return CheckChoice(aurocs, tuple(full), reason)
@@ -286,10 +289,6 @@ def compare(values: Mapping[str, Values], names: Sequence[str], layers: Sequence
 def option_name(layer: str | None, names: Sequence[str]) -> str:
     """Return the name of an option in tables, such as ``texture[layer1] + content``."""
     return " + ".join([*([] if layer is None else [f"{TEXTURE}[{layer}]"]), *names])
-
-
-def _as_checks(columns: Sequence[str], layers: Sequence[str]) -> list[str]:
-    return [TEXTURE if column in layers else column for column in columns]
 
 
 IMAGES: Final = 500  # maximum number of images of the selection split that are used
