@@ -79,6 +79,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import BundleError, FitError
 from psc_core.images.preprocess import Pixels
 from psc_core.linalg import TAIL_FRACTION, positions, rounding_of, tail_excess
+from psc_core.metrics import auroc
 from psc_core.text import align
 
 IMAGES: Final = 1000  # maximum number of images from which others are made
@@ -378,7 +379,7 @@ KINDS_KEY: Final = "kinds"  # in a bundle: the transforms, or the patches of a m
 def best_of(aurocs: Mapping[str, Auroc]) -> dict[str, float]:
     """Return the highest AUROC for each transform; all options have the same transforms."""
     transforms = next(iter(aurocs.values()))
-    return {transform: max(auroc[transform] for auroc in aurocs.values()) for transform in transforms}
+    return {transform: max(each[transform] for each in aurocs.values()) for transform in transforms}
 
 
 def regret(aurocs: Mapping[str, Auroc], option: str) -> float:
@@ -424,7 +425,33 @@ class CheckChoice:
             "reason": self.reason,
             KINDS_KEY: list(best_of(self.aurocs)),
             "options": [
-                {"checks": name, "selectable": name in self.selectable, "auroc": list(auroc.values())}
-                for name, auroc in self.aurocs.items()
+                {"checks": name, "selectable": name in self.selectable, "auroc": list(of_transform.values())}
+                for name, of_transform in self.aurocs.items()
             ],
         }
+
+
+def compare(
+    values: Mapping[str, Mapping[str, Tensor]],  # of n images, (n,), by transform, then by check or early layer
+    names: Sequence[str],
+    layers: Sequence[str],
+    *,
+    reason: str,
+) -> CheckChoice:
+    """Compare all checks with each early layer, and fewer checks for the record, by AUROC on each transform."""
+    real, transforms = values[REAL], [name for name in values if name != REAL]
+    full = {option_name(layer, names): [layer, *names] for layer in layers} or {option_name(None, names): list(names)}
+    fewer = {option_name(None, names): list(names), **{name: [name] for name in names}}
+    fewer |= {option_name(layer, ()): [layer] for layer in layers}
+    aurocs = {}
+    for option, columns in (fewer | full).items():
+        inside = torch.stack([real[column] for column in columns], dim=1)
+        checks = fit_checks([TEXTURE if name in layers else name for name in columns], inside, inside)
+        synthetic = {each: torch.stack([values[each][name] for name in columns], dim=1) for each in transforms}
+        aurocs[option] = {each: auroc(checks.score(inside), checks.score(values)) for each, values in synthetic.items()}
+    return CheckChoice(aurocs, tuple(full), reason)
+
+
+def option_name(layer: str | None, names: Sequence[str]) -> str:
+    """Return the name of an option in tables, such as ``texture[layer1] + content``."""
+    return " + ".join([*([] if layer is None else [f"{TEXTURE}[{layer}]"]), *names])

@@ -11,7 +11,7 @@
    then low confidence is no reason to call an image out of distribution. (Choosing the checks by synthetic OOD images
    as well was tried, and dropped checks that real images need: synthetic images far from the data have unusual
    textures.)
-5. Choose the layer of the map and its density (:func:`choose_map`): deep layers detect objects better, early ones
+5. Choose the layer of the map and its density (:func:`.choose_map`): deep layers detect objects better, early ones
    surfaces, and a map is as fine as its layer.
 6. Cut the network again, behind the layers that are still read.
 
@@ -26,43 +26,38 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional
 
 from psc_core.bundle import layers_of
 from psc_core.checks import (
     CONFIDENCE,
     CONTENT,
-    KINDS_KEY,
-    PATCHES,
     REAL,
     TEXTURE,
     CheckChoice,
     by_transform,
     check_values,
-    fit_checks,
-    least_regret,
-    paste,
+    compare,
+    option_name,
     synthetic_batches,
     vary,
 )
 from psc_core.collapse import ChosenLayer
-from psc_core.compute import Compute, autocast, begin, count_images, passes, track_images
+from psc_core.compute import Compute, autocast, begin, count_images, passes
 from psc_core.data.dataset import ImageDataset, draw, stable_order
 from psc_core.density import DENSITIES, Density, Examples, fit_density
-from psc_core.errors import FitError, NetworkError
+from psc_core.errors import NetworkError
 from psc_core.features import FeatureMatrix, as_matrix, chunk_rows, side_by_side, usable
 from psc_core.fit_data import FitData, FitJob
 from psc_core.heads.base import Features, Head, Scored
 from psc_core.images.preprocess import Pixels, Preprocess
-from psc_core.maps import MAX_CHANNELS, LayerMap, PositionMoments, fit_nearest, fit_positions, grid_of, with_levels
+from psc_core.maps import MAX_CHANNELS, LayerMap, PositionMoments, choose_map, grid_of
 from psc_core.metrics import auroc
 from psc_core.network.cut import Backbone, FeatureStep, feature_step, trial_input, truncate
 from psc_core.network.layers import LayerInfo, list_layers
@@ -263,118 +258,6 @@ def synthetic_values(
         if transform != REAL:
             scored[transform] = Scored(of_kind["score"], found["", "probabilities"])
     return values, scored
-
-
-def compare(
-    values: Mapping[str, Mapping[str, Tensor]],  # of n images, (n,), by transform, then by check or early layer
-    names: Sequence[str],
-    layers: Sequence[str],
-    *,
-    reason: str,
-) -> CheckChoice:
-    """Compare all checks with each early layer, and fewer checks for the record, by AUROC on each transform."""
-    real, transforms = values[REAL], [name for name in values if name != REAL]
-    full = {option_name(layer, names): [layer, *names] for layer in layers} or {option_name(None, names): list(names)}
-    fewer = {option_name(None, names): list(names), **{name: [name] for name in names}}
-    fewer |= {option_name(layer, ()): [layer] for layer in layers}
-    aurocs = {}
-    for option, columns in (fewer | full).items():
-        inside = torch.stack([real[column] for column in columns], dim=1)
-        checks = fit_checks([TEXTURE if name in layers else name for name in columns], inside, inside)
-        synthetic = {each: torch.stack([values[each][name] for name in columns], dim=1) for each in transforms}
-        aurocs[option] = {each: auroc(checks.score(inside), checks.score(values)) for each, values in synthetic.items()}
-    return CheckChoice(aurocs, tuple(full), reason)
-
-
-def option_name(layer: str | None, names: Sequence[str]) -> str:
-    """Return the name of an option in tables, such as ``texture[layer1] + content``."""
-    return " + ".join([*([] if layer is None else [f"{TEXTURE}[{layer}]"]), *names])
-
-
-IMAGES: Final = 500  # maximum number of images of the selection split that are used
-VECTORS: Final = 20  # number of vectors to store that are drawn for each image, on average
-POINTS: Final = 32  # number of points in each direction at which maps are compared
-
-
-@torch.inference_mode()
-def choose_map(
-    features_of: Callable[[Pixels], Mapping[str, Tensor]],  # from pixels on the device to canonical features by layer
-    moments: Mapping[str, PositionMoments],
-    train: ImageDataset,
-    selection: ImageDataset,  # in-distribution images that the moments have not seen
-    compute: Compute,
-    seed: int,
-) -> tuple[LayerMap, dict[str, Any]] | None:
-    """Return the map, of an early layer and a kind, that hits patches most often, and the comparison as JSON types.
-
-    Of equally good maps it is that of the earliest layer; None where no layer can have a map.
-    """
-    if not moments:
-        return None
-    maps: dict[str, LayerMap] = {}
-    vectors = _vectors(features_of, moments, draw(train, IMAGES, seed), compute)
-    for layer, sums in moments.items():
-        found = sums.finish(compute.sum_)  # In every process, whether or not a density can be fitted.
-        with suppress(FitError):  # All positions look the same there.
-            densities = fit_positions(found), fit_nearest(vectors[layer])
-            maps |= {f"{layer} {each.kind}": LayerMap(layer, sums.grid, each) for each in densities}
-    if not maps:
-        return None
-    real: dict[str, list[Tensor]] = {name: [] for name in maps}
-    patched: dict[str, dict[str, list[Tensor]]] = {name: {patch: [] for patch in PATCHES} for name in maps}
-    masks: dict[str, list[Tensor]] = {patch: [] for patch in PATCHES}
-    generator = torch.Generator().manual_seed(seed)
-    for batch in track_images(draw(selection, IMAGES, seed), compute, "map: images with a synthetic patch"):
-        pixels = selection.preprocess.to_pixels(batch.images)
-        for name, distances in _distances(maps, features_of(pixels.to(compute.device))).items():
-            real[name].append(distances.flatten())
-        for patch in PATCHES:
-            images, mask = paste(pixels, patch, generator)
-            masks[patch].append(_points(mask.float(), "nearest") > 0)
-            for name, distances in _distances(maps, features_of(images.to(compute.device))).items():
-                patched[name][patch].append(_points(distances, "bilinear"))
-    hits = {
-        name: {patch: _hits(torch.cat(of_map[patch]), torch.cat(masks[patch])) for patch in PATCHES}
-        for name, of_map in patched.items()
-    }
-    name = [*maps][compute.first([*maps].index(least_regret(hits)))]
-    chosen = maps[name]
-    layers = [{"layer": of.layer, "kind": of.density.kind, "hits": [*hits[each].values()]} for each, of in maps.items()]
-    density = with_levels(chosen.density, torch.cat(real[name]))
-    record = {"chosen": chosen.layer, KINDS_KEY: list(PATCHES), "layers": layers}
-    return LayerMap(chosen.layer, chosen.grid, density), record
-
-
-def _vectors(
-    features_of: Callable[[Pixels], Mapping[str, Tensor]],
-    moments: Mapping[str, PositionMoments],
-    train: ImageDataset,
-    compute: Compute,
-) -> dict[str, Float[Tensor, "vectors channels"]]:
-    """Return random vectors of each early layer with a grid; every process draws the same."""
-    generator, found = torch.Generator().manual_seed(0), {layer: list[Tensor]() for layer in moments}
-    for batch in track_images(train, compute, "map: positions of training images"):
-        features = features_of(train.preprocess.to_pixels(batch.images).to(compute.device))
-        for layer, sums in moments.items():
-            inside = features[layer][:, :, sums.grid.first :].float().transpose(1, 2).flatten(0, 1)
-            drawn = torch.randperm(len(inside), generator=generator)[: VECTORS * len(batch.images)]
-            found[layer].append(inside[drawn.to(inside.device)])
-    return {layer: torch.cat(parts) for layer, parts in found.items()}
-
-
-def _distances(
-    maps: Mapping[str, LayerMap], features: Mapping[str, Tensor]
-) -> dict[str, Float[Tensor, "batch rows columns"]]:
-    return {name: of.distances(features[of.layer]).cpu() for name, of in maps.items()}
-
-
-def _points(maps: Float[Tensor, "batch _ _"], mode: str) -> Float[Tensor, "batch points"]:
-    return functional.interpolate(maps[:, None], (POINTS, POINTS), mode=mode).flatten(1)
-
-
-def _hits(distances: Float[Tensor, "n points"], patched: Bool[Tensor, "n points"]) -> float:
-    """Return the fraction of images whose most unusual point lies in the patch."""
-    return float(patched.gather(1, distances.argmax(1, keepdim=True)).double().mean())
 
 
 BATCH: Final = 64  # number of images that are made smaller at once

@@ -34,20 +34,25 @@ Shapes: B images, C channels, S positions of the layer, of which rows × columns
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Bool, Float, UInt8
 from torch import Tensor, nn
 from torch.nn import functional
 
+from psc_core.checks import KINDS_KEY, PATCHES, least_regret, paste
+from psc_core.compute import Compute, track_images
+from psc_core.data.dataset import ImageDataset, draw
 from psc_core.errors import BundleError, FitError
 from psc_core.fitted import Fitted, Record
 from psc_core.images.decode import as_base64, png_of
+from psc_core.images.preprocess import Pixels
 from psc_core.linalg import DEAD_UNIT, EIGENVALUE_FLOOR, TAIL_FRACTION, MomentSums, eigh, rounding_of, tail_excess
 
 MIN_SIDE: Final = 4  # minimum number of rows and of columns of a map
@@ -298,3 +303,89 @@ def thresholds(values: Float[Tensor, " m"]) -> Float[Tensor, " levels"]:
     excess = float(tail_excess(torch.from_numpy(ordered), k))
     beyond = np.maximum(0.0, -math.log(m + 1) - log_fractions) * excess
     return torch.from_numpy((1 + DISTANCE_ROUNDING) * (inside + beyond))
+
+
+IMAGES: Final = 500  # maximum number of images of each split that a choice reads
+VECTORS: Final = 20  # number of vectors to store that are drawn for each image, on average
+POINTS: Final = 32  # number of points in each direction at which maps are compared
+
+
+@torch.inference_mode()
+def choose_map(
+    features_of: Callable[[Pixels], Mapping[str, Tensor]],  # from pixels on the device to canonical features by layer
+    moments: Mapping[str, PositionMoments],
+    train: ImageDataset,
+    selection: ImageDataset,  # in-distribution images that the moments have not seen
+    compute: Compute,
+    seed: int,
+) -> tuple[LayerMap, dict[str, Any]] | None:
+    """Return the map, of an early layer and a kind, that hits patches most often, and the comparison as JSON types.
+
+    Of equally good maps it is that of the earliest layer; None where no layer can have a map.
+    """
+    if not moments:
+        return None
+    maps: dict[str, LayerMap] = {}
+    vectors = _vectors(features_of, moments, draw(train, IMAGES, seed), compute)
+    for layer, sums in moments.items():
+        found = sums.finish(compute.sum_)  # In every process, whether or not a density can be fitted.
+        with suppress(FitError):  # All positions look the same there.
+            densities = fit_positions(found), fit_nearest(vectors[layer])
+            maps |= {f"{layer} {each.kind}": LayerMap(layer, sums.grid, each) for each in densities}
+    if not maps:
+        return None
+    real: dict[str, list[Tensor]] = {name: [] for name in maps}
+    patched: dict[str, dict[str, list[Tensor]]] = {name: {patch: [] for patch in PATCHES} for name in maps}
+    masks: dict[str, list[Tensor]] = {patch: [] for patch in PATCHES}
+    generator = torch.Generator().manual_seed(seed)
+    for batch in track_images(draw(selection, IMAGES, seed), compute, "map: images with a synthetic patch"):
+        pixels = selection.preprocess.to_pixels(batch.images)
+        for name, distances in _distances(maps, features_of(pixels.to(compute.device))).items():
+            real[name].append(distances.flatten())
+        for patch in PATCHES:
+            images, mask = paste(pixels, patch, generator)
+            masks[patch].append(_points(mask.float(), "nearest") > 0)
+            for name, distances in _distances(maps, features_of(images.to(compute.device))).items():
+                patched[name][patch].append(_points(distances, "bilinear"))
+    hits = {
+        name: {patch: _hits(torch.cat(of_map[patch]), torch.cat(masks[patch])) for patch in PATCHES}
+        for name, of_map in patched.items()
+    }
+    name = [*maps][compute.first([*maps].index(least_regret(hits)))]
+    chosen = maps[name]
+    layers = [{"layer": of.layer, "kind": of.density.kind, "hits": [*hits[each].values()]} for each, of in maps.items()]
+    density = with_levels(chosen.density, torch.cat(real[name]))
+    record = {"chosen": chosen.layer, KINDS_KEY: list(PATCHES), "layers": layers}
+    return LayerMap(chosen.layer, chosen.grid, density), record
+
+
+def _vectors(
+    features_of: Callable[[Pixels], Mapping[str, Tensor]],
+    moments: Mapping[str, PositionMoments],
+    train: ImageDataset,
+    compute: Compute,
+) -> dict[str, Float[Tensor, "vectors channels"]]:
+    """Return random vectors of each early layer with a grid; every process draws the same."""
+    generator, found = torch.Generator().manual_seed(0), {layer: list[Tensor]() for layer in moments}
+    for batch in track_images(train, compute, "map: positions of training images"):
+        features = features_of(train.preprocess.to_pixels(batch.images).to(compute.device))
+        for layer, sums in moments.items():
+            inside = features[layer][:, :, sums.grid.first :].float().transpose(1, 2).flatten(0, 1)
+            drawn = torch.randperm(len(inside), generator=generator)[: VECTORS * len(batch.images)]
+            found[layer].append(inside[drawn.to(inside.device)])
+    return {layer: torch.cat(parts) for layer, parts in found.items()}
+
+
+def _distances(
+    maps: Mapping[str, LayerMap], features: Mapping[str, Tensor]
+) -> dict[str, Float[Tensor, "batch rows columns"]]:
+    return {name: of.distances(features[of.layer]).cpu() for name, of in maps.items()}
+
+
+def _points(maps: Float[Tensor, "batch _ _"], mode: str) -> Float[Tensor, "batch points"]:
+    return functional.interpolate(maps[:, None], (POINTS, POINTS), mode=mode).flatten(1)
+
+
+def _hits(distances: Float[Tensor, "n points"], patched: Bool[Tensor, "n points"]) -> float:
+    """Return the fraction of images whose most unusual point lies in the patch."""
+    return float(patched.gather(1, distances.argmax(1, keepdim=True)).double().mean())

@@ -17,10 +17,10 @@ from psc_core.data.dataset import ImageDataset, split_validation
 from psc_core.errors import UsageError
 from psc_core.fit import fit_stages, project
 from psc_core.fit_data import Checkpoint, FitData, FitJob
-from psc_core.fit_parts import Layers, choose_map, cut, early_layers, fewest_positions, read, round_floats
+from psc_core.fit_parts import Layers, cut, early_layers, fewest_positions, read, round_floats
 from psc_core.heads import sngp, softmax
 from psc_core.images.preprocess import PRESETS
-from psc_core.maps import Grid, PositionMoments
+from psc_core.maps import Grid, PositionMoments, choose_map
 from psc_core.metrics import auroc
 from psc_core.projection import FittedProjection, ProjectionReport
 
