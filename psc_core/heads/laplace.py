@@ -61,14 +61,6 @@ from psc_core.heads.base import (
 from psc_core.heads.softmax import choose_posterior, choose_softmax
 
 
-class Posterior(NamedTuple):
-    """The posterior of the logits of a batch, reduced to what is served."""
-
-    probabilities: Float[Tensor, "batch classes"]  # probit
-    entropy: Float[Tensor, " batch"]  # of the probabilities
-    information: Float[Tensor, " batch"]  # of label and weights, at most the entropy of the centred probabilities
-
-
 class LaplaceHead(ClassifierHead):
     """The posterior described above, served in float32.
 
@@ -137,8 +129,13 @@ class LaplaceHead(ClassifierHead):
         for name, tensor in derived.items():
             self.register_buffer(name, tensor.float().contiguous(), persistent=False)
 
-    def posterior(self, z: Float[Tensor, "batch dim"]) -> Posterior:
-        """Return the parts that the outputs are made of."""
+    def posterior(
+        self, z: Float[Tensor, "batch dim"]
+    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, " batch"], Float[Tensor, " batch"]]:
+        """Return probit probabilities, their entropy, and the mutual information of label and weights.
+
+        The last is at most the entropy of the centred probabilities.
+        """
         classes = len(self.bias)
         inner = torch.addmm(self.inner_offset, z, self.inner)
         mean = inner[:, :classes]
@@ -150,7 +147,7 @@ class LaplaceHead(ClassifierHead):
         minus_delta = torch.addcmul(squares, vectors, vectors).clamp_(max=0.0).mul_(v).sum(dim=1)
         served, total = entropy(both).unbind(1)
         fraction = (minus_delta / total.clamp(min=torch.finfo(total.dtype).tiny)).exp_()
-        return Posterior(probabilities, served, torch.addcmul(total, total, fraction, value=-1.0))
+        return probabilities, served, torch.addcmul(total, total, fraction, value=-1.0)
 
     def forward(self, z: Float[Tensor, "batch dim"]) -> ClassifierOutput:
         probabilities, _, information = self.posterior(z)
