@@ -5,8 +5,9 @@
 E whitens the within-class covariance pooled over classes (DUQ learns one matrix per class together with
 the network, which is not trained here) and e_c are class means.  The covariance is shrunk (OAS) with
 fewer than ten images per column, and eigenvalues below 10⁻⁶ are clamped to it.  The length-scale σ
-minimises the selection loss of DUQ, the binary cross-entropy of every kernel; the exponent γ minimises the
-selection NLL.  Both are searched on a grid.  (With γ = 1, σ alone would have to make kernels informative and
+minimises the selection loss of DUQ, the binary cross-entropy of every kernel; the exponent γ is the smallest whose
+selection NLL exceeds the least by at most :func:`.softmax.worth`: where all images are right, the NLL falls as long as
+γ grows.  Both are searched on a grid.  (With γ = 1, σ alone would have to make kernels informative and
 probabilities calibrated: in many dimensions the latter makes every kernel vanish.)
 
 Epistemic uncertainty: ``1 − max_c k_c``, a number in [0, 1] without unit (one minus the kernel to the
@@ -24,7 +25,7 @@ from torch import Tensor
 from psc_core import linalg
 from psc_core.features import FeatureMatrix, blocks
 from psc_core.heads.base import ClassifierData, ClassifierHead, ClassifierOutput
-from psc_core.heads.softmax import nll
+from psc_core.heads.softmax import nll, worth
 
 
 class DuqHead(ClassifierHead):
@@ -50,7 +51,8 @@ class DuqHead(ClassifierHead):
         labels = data.selection_labels
         length_scale = min(LENGTH_SCALES, key=lambda sigma: kernel_loss(-halves / sigma**2, labels))
         log_kernels = -halves / length_scale**2
-        exponent = min(EXPONENTS, key=lambda gamma: nll(gamma * log_kernels, labels).mean().item())
+        losses = [nll(gamma * log_kernels, labels).sum().item() for gamma in EXPONENTS]
+        exponent = EXPONENTS[[loss <= min(losses) + worth(labels) for loss in losses].index(True)]
         chosen = {"length_scale": length_scale, "exponent": exponent}
         return cls(
             {

@@ -1,7 +1,10 @@
 """DUQ's kernels, probabilities and loss against loops."""
 
+import math
+
 import pytest
 import torch
+from torch.nn import functional
 
 from psc_core.heads import duq
 from tests.psc_core.heads.classifiers import fit, fit_head, images
@@ -25,6 +28,25 @@ def test_kernels_match_loops() -> None:
     embedded = head.standardise(z) @ head.embedding
     within = torch.stack([torch.cov(embedded[labels == k].T) for k in range(3)]).mean(0)
     torch.testing.assert_close(within, torch.eye(4), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("spread", [0.5, 1.0, 2.0])
+def test_exponent_is_the_smallest_of_the_best_selection_nll(spread: float) -> None:
+    """Where every selection image is right, the least NLL would make every probability 1."""
+    means = 2 * spread * torch.randn(5, 20, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(400) % 5
+    z = means[labels] + torch.randn(400, 20, generator=torch.Generator().manual_seed(2))
+    head = fit_head(z[:300], labels[:300], z[300:], labels[300:], num_classes=5, kind="duq")
+    assert isinstance(head, duq.DuqHead)
+    e = (head.standardise(z[300:]).double() @ head.embedding.double())[:, None]
+    halves = (e - head.centroids.double()).square().sum(2) / (2 * 20 * float(head.length_scale) ** 2)
+    losses = {
+        gamma: float(functional.cross_entropy(-gamma * halves, labels[300:], reduction="sum"))
+        for gamma in duq.EXPONENTS
+    }
+    allowed = [gamma for gamma, loss in losses.items() if loss <= min(losses.values()) + math.log(100) / 2]
+    assert head.record["exponent"] == min(allowed)
+    assert head(z[300:]).probabilities.amax(1).median() < 1 - 1e-5
 
 
 @pytest.mark.parametrize(("n", "shrunk"), [(62, False), (61, True)])
