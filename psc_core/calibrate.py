@@ -287,6 +287,11 @@ def makes_mixed(model: FittedModel) -> bool:
 def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: Compute) -> Extension:
     """Extend the densities where that is better on images made from ``real``, which neither extend nor calibrate."""
     examples = seen_examples(model)
+    if model.pipeline.scorer.added:  # Their log odds are calibrated in the coordinates and to the means of before.
+        raise UsageError(
+            "with another density the model would answer its added classes less often; extend the bundle "
+            "from before the first of them, then add each again"
+        )
     read = _read(model.pipeline.scorer, more, compute)
     pipelines = {
         times: extend_pipeline(model.pipeline, read, examples, times) if times else model.pipeline for times in TIMES

@@ -282,7 +282,7 @@ def recalibrate(args: argparse.Namespace) -> None:
     if out.resolve() == bundle:
         raise UsageError(f"expected another --out than {args.bundle}: the old version stays, to go back to")
     if args.extend_density and args.add_class is not None:
-        raise UsageError("--extend-density and --add-class do not go together; give one, then the other to the result")
+        raise UsageError("--extend-density and --add-class do not go together; extend first, then add to the result")
     check_target(out, overwrite=args.overwrite)
     out = out.resolve()
     model = load_model(bundle, device=args.device, allow_factories=args.allow_factories)

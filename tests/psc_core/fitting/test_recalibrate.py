@@ -829,6 +829,8 @@ def test_a_quarter_with_few_images_of_the_classes_before_adds_no_class(
     pairs = [(trousers, torch.full((120,), 10))]
     if others:
         batch = next(digits.subset(torch.arange(others)).batches(others))
+    with pytest.raises(UsageError, match=r"extend the bundle from before the first of them, then add each again"):
+        recalibrate.extend(found, data, data, recalibrate.Compute(found.device))
         pairs.append((batch.images, batch.first_labels()))
     with pytest.raises(UsageError, match=r"at least 25 of them must be of these, not \d+; give more than 100 images"):
         shipped.add_class("trouser", clothes.subset(torch.arange(20)), pairs)
