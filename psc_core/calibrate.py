@@ -46,6 +46,7 @@ from psc_core import __version__
 from psc_core.answers import WITHOUT_IMAGE, BasePolicy
 from psc_core.bundle import HISTORY
 from psc_core.checks import (
+    CONFIDENCE,
     CONTENT,
     KINDS_KEY,
     MIXED,
@@ -69,6 +70,7 @@ from psc_core.fit_parts import round_floats
 from psc_core.heads.base import Scored
 from psc_core.images.preprocess import Pixels
 from psc_core.learnt import (
+    DRAWN,
     FEWEST,
     PARTS,
     AddedClass,
@@ -171,8 +173,8 @@ def warn_of_policy(policy: BasePolicy, metrics: Mapping[str, Any]) -> None:
 def refit_temperature(pipeline: Pipeline, data: ImageDataset, settings: FitSettings) -> Pipeline:
     """Return a pipeline with a new temperature of the original network, chosen on images that do not calibrate.
 
-    It has to be calibrated.  The check ``confidence`` reads logits divided by the temperature; where that changes, the
-    checks are fitted to the same images again.
+    It has to be calibrated.  The check ``confidence`` reads logits divided by the temperature; where that changes, its
+    p_g is fitted to the same images again.
     """
     compute = settings.compute()
     before = pipeline.scorer.replace(added=())
@@ -183,9 +185,8 @@ def refit_temperature(pipeline: Pipeline, data: ImageDataset, settings: FitSetti
     if head is pipeline.scorer.head:
         return pipeline
     scorer, checks = pipeline.scorer.replace(head=head.to(pipeline.scorer.scale.device)), pipeline.checks
-    if checks is not None:
-        scores = score_dataset(scorer, of_network, compute, "checks").scores
-        checks = fit_checks(checks.names, *[check_values(checks.names, scores)] * 2)
+    if checks is not None and CONFIDENCE in checks.names:
+        checks = checks.refitted(CONFIDENCE, score_dataset(scorer, of_network, compute, "checks").scores[CONFIDENCE])
     return pipeline.with_scorer(scorer, checks=checks)
 
 
@@ -286,12 +287,12 @@ def makes_mixed(model: FittedModel) -> bool:
 
 def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: Compute) -> Extension:
     """Extend the densities where that is better on images made from ``real``, which neither extend nor calibrate."""
-    examples = seen_examples(model)
     if model.pipeline.scorer.added:  # Their log odds are calibrated in the coordinates and to the means of before.
         raise UsageError(
             "with another density the model would answer its added classes less often; extend the bundle "
             "from before the first of them, then add each again"
         )
+    examples = seen_examples(model)
     read = _read(model.pipeline.scorer, more, compute)
     pipelines = {
         times: extend_pipeline(model.pipeline, read, examples, times) if times else model.pipeline for times in TIMES
@@ -303,7 +304,12 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
     checks = {times: fit_checks(names, inside[times], inside[times]) if model.checks else None for times in TIMES}
     aurocs = {times: _aurocs(checks[times], values[times]) for times in TIMES}
     chosen = _choose(aurocs)
-    pipeline = pipelines[chosen].with_scorer(scorers[chosen], checks=checks[chosen]) if chosen else model.pipeline
+    pipeline, fitted = pipelines[chosen], checks[chosen]
+    if chosen and fitted is not None and (reviewed := pipeline.scorer.reviewed) is not None:
+        density, largest = copy.deepcopy(pipeline.scorer.density).cpu(), copy.deepcopy(reviewed).cpu().largest
+        fitted = fitted.with_reviewed(class_values(density, DRAWN, largest, inside[chosen][:, -1]))
+    if chosen:
+        pipeline = pipeline.with_scorer(pipeline.scorer, checks=fitted)
     return Extension(pipeline, len(more), chosen, aurocs)
 
 
@@ -435,7 +441,7 @@ def learn(
         raise UsageError("the model has no checks, to which another could be added; fit it again with ood_score checks")
     unknown, scorer = with_enough(unknown), pipeline.scorer
     density, checks = copy.deepcopy(scorer.density).cpu(), copy.deepcopy(pipeline.checks).cpu().without_reviewed()
-    kinds, names, count = unknown.first_labels(), unknown.classes, checks.ascending.shape[1]
+    kinds, names, count = unknown.first_labels(), unknown.classes, max(DRAWN, checks.ascending.shape[1])
 
     @torch.inference_mode()
     def read(images: Tensor) -> dict[str, Tensor]:

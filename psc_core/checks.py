@@ -68,6 +68,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor, nn
@@ -314,15 +315,29 @@ class Checks(nn.Module):
         tensors = (self.ascending[:kept], self.scales[:kept], self.calibration[:kept])
         return Checks(self.names[:kept], *tensors, below)
 
+    def resampled(self, count: int) -> Float[Tensor, "checks count"]:
+        """Return ``count`` values of each check to which nearly the same p_g is fitted, with the scales as they are."""
+        before, after = (torch.arange(n, 0, -1).double().div(n + 1).log() for n in (self.ascending.shape[1], count))
+        within = [np.interp(-after, -before, row) for row in self.ascending.double().cpu()]
+        beyond = self.scales[:, None].double().cpu() * (before[-1] - after).clamp(min=0)
+        return (torch.from_numpy(np.stack(within)) + beyond).to(self.ascending)
+
+    def refitted(self, name: str, values: Float[Tensor, " n"]) -> Checks:
+        """Return these checks with the p_g of one fitted to other values; it has to be calibrated."""
+        at, one = self.names.index(name), fit_checks([name], *[values[:, None].to(self.ascending)] * 2)
+        ascending, scales = self.ascending.clone(), self.scales.clone()
+        ascending[at], scales[at] = one.resampled(ascending.shape[1])[0], one.scales[0]
+        return Checks(self.names, ascending, scales, self.calibration, self.counts_below)
+
     def with_reviewed(self, values: Float[Tensor, " m"]) -> Checks:
         """Return these checks with another ``reviewed``, whose p_g is fitted to ``values``; it has to be calibrated.
 
-        There are as many values as other checks have.
+        The others get as many values.
         """
         others, one = self.without_reviewed(), values.to(self.ascending).sort().values[None]
         return Checks(
             (*others.names, REVIEWED),
-            torch.cat([others.ascending, one]),
+            torch.cat([others.resampled(len(values)), one]),
             torch.cat([others.scales, tail_scales(one.T)]),
             torch.cat([others.calibration, one.amax().expand(1, others.calibration.shape[1])]),
             others.counts_below | {REVIEWED: COUNTS_BELOW[REVIEWED]},

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -142,6 +142,34 @@ def test_reviewed_is_added_and_replaced() -> None:
     assert (second.score(tested).diff() >= 0).all() and second.score(tested)[2] > checks.score(tested[2:, :2])
     calibrated = second.calibrated_on(torch.cat([values.T, 3 * torch.arange(99.0)[None]]))
     assert calibrated.p_values(tested)[:, 2].tolist() == pytest.approx([1.0, 0.1, 0.02])
+
+
+@settings(max_examples=30)
+@given(known=st.integers(5, 60), count=st.integers(5, 1200), seed=st.integers(0, 2**16))
+def test_other_numbers_of_values_give_the_same_p_values(known: int, count: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(known, 2, generator=generator)
+    checks = fit_checks(["texture", "content"], values, values)
+    other = Checks(checks.names, checks.resampled(count), checks.scales, checks.calibration)
+    assert torch.equal(checks.resampled(known), checks.ascending)
+    tested = torch.cat([values, 3 * values])
+    ours, theirs = (log_p_values(each.ascending, each.scales, tested) for each in (other, checks))
+    assert ((ours.exp() - theirs.exp()).abs() <= 1.01 / (min(known, count) + 1)).all()
+    if count >= known:  # The tail is the same.
+        far = (checks.ascending[:, -1] + 9 * checks.scales)[None]
+        torch.testing.assert_close(*(log_p_values(each.ascending, each.scales, far) for each in (other, checks)))
+
+
+def test_one_check_is_fitted_again() -> None:
+    """The others keep their values, of which there are more."""
+    generator = torch.Generator().manual_seed(0)
+    values, few = torch.randn(1000, 2, generator=generator), 5 + 2 * torch.randn(25, 1, generator=generator)
+    before = fit_checks(["content", "confidence"], values, values)
+    after, alone = before.refitted("confidence", few[:, 0]), fit_checks(["confidence"], few, few)
+    assert torch.equal(after.ascending[0], before.ascending[0]) and after.ascending.shape == (2, 1000)
+    tested = torch.linspace(0, 20, 50)[:, None]
+    ordinary = torch.full_like(tested, -10.0)
+    torch.testing.assert_close(after.score(torch.cat([ordinary, tested], 1)), alone.score(tested), rtol=0.01, atol=0.02)
 
 
 def test_values_are_higher_for_unusual_images() -> None:

@@ -162,6 +162,10 @@ def test_original_predictions_get_another_temperature(original: FittedModel, sam
     assert float(fitted.temperature) > 5 * float(sharp.temperature)
     assert fitted.record["temperature"] == pytest.approx(float(fitted.temperature))
     assert len(found.model.calibration) == 150 and "by 50 images, which do not calibrate" in found.lines[1]
+    checks, fitted_again = original.pipeline.checks, found.model.pipeline.checks
+    assert checks is not None and fitted_again is not None and "confidence" in checks.names
+    for before, after, name in zip(checks.ascending, fitted_again.ascending, checks.names, strict=True):
+        assert torch.equal(before, after) == (name != "confidence") and len(before) == len(after)
 
 
 @pytest.mark.parametrize("rare", [60, 2])
@@ -663,6 +667,16 @@ def test_the_check_moves_with_an_extended_density(learnt: Recalibrated, digits: 
     torch.testing.assert_close(*values, rtol=1e-3, atol=1e-3)
 
 
+def test_an_extension_draws_the_values_of_the_check_again(
+    learnt: Recalibrated, digits: ImageDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real images, to which p_g of the other checks is fitted, are far fewer."""
+    monkeypatch.setattr(recalibrate, "_choose", lambda _: 10)
+    model, (more, real) = learnt.model, (digits.subset(torch.arange(at, at + 40)) for at in (700, 740))
+    checks = recalibrate.extend(model, more, real, recalibrate.Compute(model.device)).pipeline.checks
+    assert checks is not None and len(checks.ascending[-1].unique()) >= 1000 and checks.names == model.checks
+
+
 def test_in_python(shipped: FittedModel, reviewed_log: Log) -> None:
     (images, _), data = read_unknown(reviewed_log, shipped), read_sample(reviewed_log, shipped).of_class
     pairs = [(batch.images, batch.first_labels()) for batch in images.batches(16)]
@@ -814,6 +828,8 @@ def test_a_class_in_python(shipped: FittedModel, digits: ImageDataset, data_root
     assert both.classes[-2:] == ("trouser", "bag") and len(both.pipeline.scorer.added) == 2
     answers = both.predict(next(bags.batches(20)).images).labels, both.predict(images).labels
     assert answers[0].count("bag") >= 15 and answers[1].count("trouser") >= 15
+    with pytest.raises(UsageError, match=r"extend the bundle from before the first of them, then add each again"):
+        recalibrate.extend(found, data, data, recalibrate.Compute(found.device))
     with pytest.raises(UsageError, match=r"a quarter of the 80 images .* give at least 100"):
         shipped.add_class("bag", bags, digits.subset(torch.arange(80)))
     with pytest.raises(DataError, match="expected the model's 11 classes"):
@@ -829,8 +845,6 @@ def test_a_quarter_with_few_images_of_the_classes_before_adds_no_class(
     pairs = [(trousers, torch.full((120,), 10))]
     if others:
         batch = next(digits.subset(torch.arange(others)).batches(others))
-    with pytest.raises(UsageError, match=r"extend the bundle from before the first of them, then add each again"):
-        recalibrate.extend(found, data, data, recalibrate.Compute(found.device))
         pairs.append((batch.images, batch.first_labels()))
     with pytest.raises(UsageError, match=r"at least 25 of them must be of these, not \d+; give more than 100 images"):
         shipped.add_class("trouser", clothes.subset(torch.arange(20)), pairs)
