@@ -66,7 +66,7 @@ class LaplaceHead(ClassifierHead):
 
     The matrices of its three products are prepared once, with the operations before and after each folded in:
 
-    * ``inner`` (D, K + D): from z to μ and ``φ Q_A``;
+    * ``inner`` (D, K + D): from z − center to μ and ``φ Q_A``;
     * ``outer`` (D, 3 K): from the squares of ``φ Q_A`` to v, and to the squared divisors of the logits,
       ``1 + (π/8) Σ_j Q[c,j]² v_j`` for Q = ``Q_B`` and for its centred columns;
     * ``spread_terms`` (K, 2 K): ``−Q_B² / 2`` beside ``Q_B / √2``.
@@ -111,7 +111,6 @@ class LaplaceHead(ClassifierHead):
         super().__init__(tensors, record=record)
         wide = {name: getattr(self, name).double() for name in self.layout}
         inner = wide["inverse_scale"][:, None] * torch.cat([wide["weight"].T, wide["input_vectors"]], dim=1)
-        inner_offset = functional.pad(wide["bias"], (0, len(inner))) - wide["center"] @ inner
         vectors = wide["output_vectors"]
         plain, centred = vectors.square(), (vectors - vectors.mean(dim=0)).square()
         spread = torch.cat(
@@ -121,7 +120,7 @@ class LaplaceHead(ClassifierHead):
         outer_offset[len(vectors) :] += 1.0
         derived = {
             "inner": inner,
-            "inner_offset": inner_offset,
+            "inner_offset": functional.pad(wide["bias"], (0, len(inner))),
             "outer": wide["weight_spectrum"] @ spread,
             "outer_offset": outer_offset,
             "spread_terms": torch.cat([-0.5 * plain, math.sqrt(0.5) * vectors], dim=1),
@@ -137,7 +136,7 @@ class LaplaceHead(ClassifierHead):
         The last is at most the entropy of the centred probabilities.
         """
         classes = len(self.bias)
-        inner = torch.addmm(self.inner_offset, z, self.inner)
+        inner = torch.addmm(self.inner_offset, z - self.center, self.inner)  # folded in, the center would cancel
         mean = inner[:, :classes]
         outer = torch.addmm(self.outer_offset, inner[:, classes:].square(), self.outer)
         v, shrink = outer[:, :classes], outer[:, classes:].rsqrt().view(-1, 2, classes)

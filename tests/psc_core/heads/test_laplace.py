@@ -138,6 +138,20 @@ def test_prior_limits_the_confidence_of_few_images() -> None:
     assert 0.6 < choose_temperature(mean, torch.zeros(20, 1), labels) <= 1.0
 
 
+@pytest.mark.parametrize("offset", [0.0, 100.0, 1e4])
+def test_features_of_a_large_mean_lose_no_digits(offset: float) -> None:
+    """What float32 leaves of the features themselves is known to the reference too."""
+    z, labels = images(1000, 100, 5)
+    head = fit_head(z[:500] + offset, labels[:500], z[500:] + offset, labels[500:], num_classes=5)
+    assert isinstance(head, LaplaceHead)
+    wide = {name: head.get_buffer(name).double() for name in head.layout}
+    phi = (z[500:] + offset - head.center).double() * wide["inverse_scale"]
+    spectrum = (phi @ wide["input_vectors"]).square() @ wide["weight_spectrum"] + wide["bias_spectrum"]
+    variance = spectrum @ wide["output_vectors"].square().T
+    exact = softmax.divide_by_temperature(phi @ wide["weight"].T + wide["bias"], variance, 1.0).softmax(1)
+    torch.testing.assert_close(head(z[500:] + offset).probabilities.double(), exact, rtol=0, atol=1e-5)
+
+
 @settings(max_examples=15)
 @given(st.integers(1, 5), st.integers(2, 4), SEEDS, st.sampled_from([0.1, 1.0, 10.0]))
 def test_matches_the_dense_posterior(dim: int, classes: int, seed: int, spread: float) -> None:
