@@ -70,7 +70,9 @@ class Head(Fitted):
         return {}
 
 
-CONSTANT_COLUMN: Final = 1e-6  # standard deviation, relative to the largest, below which a column counts as constant
+CONSTANT_COLUMN: Final = (
+    1e-6  # standard deviation, relative to the largest of its layer, below which a column is constant
+)
 
 
 class Standardisation(NamedTuple):
@@ -105,15 +107,15 @@ def fit_standardisation(
     for _, block in blocks(z):
         squares += (block.double() - center).square().sum(0)
     deviation = (squares / len(z)).sqrt()
-    largest = deviation.max()
-    layers = torch.split(center, [len(center)] if widths is None else [*widths])
-    sizes = torch.cat([linalg.sizes_of(layer) for layer in layers])
+    split = [len(center)] if widths is None else [*widths]
+    largest = torch.cat([layer.max().expand(len(layer)) for layer in torch.split(deviation, split)])
+    sizes = torch.cat([linalg.sizes_of(layer) for layer in torch.split(center, split)])
     varies = (deviation > CONSTANT_COLUMN * largest) & (deviation > linalg.rounding_of(sizes, z.dtype))
     if not varies.any():
         raise FitError(
             "expected features that differ between images, all are equal up to rounding; choose another layer"
         )
-    return Standardisation(center, torch.where(varies, deviation, largest).reciprocal())
+    return Standardisation(center, torch.where(varies, deviation, deviation.max()).reciprocal())
 
 
 class ClassifierOutput(NamedTuple):

@@ -43,6 +43,14 @@ def test_a_layer_that_only_rounds_is_constant() -> None:
         fit_standardisation(z[:, 3:])
 
 
+def test_a_layer_of_another_scale_is_not_constant() -> None:
+    z = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
+    z[:, 0] = 0  # constant in its layer
+    z[:, 3:] *= 1e8
+    phi = fit_standardisation(z, [3, 5])(z)[:]
+    torch.testing.assert_close(phi.std(0, correction=0), torch.tensor([0.0, *[1.0] * 7]).double())
+
+
 @given(st.integers(2, 30), st.integers(1, 6), SEEDS, st.sampled_from([1e-3, 1.0, 1e3]))
 def test_standardisation_matches_loops(n: int, dim: int, seed: int, scale: float) -> None:
     random = torch.Generator().manual_seed(seed)
