@@ -154,7 +154,8 @@ def cluster(density: Density, w: Float[Tensor, "n P"]) -> Int[Tensor, " n"]:
         sums, sizes = apart @ members, members.sum(0)
         own = (sums * members).sum(1) / (sizes[labels] - 1).clamp(min=1)
         others = torch.where(members > 0, torch.inf, sums / sizes).amin(1)
-        silhouette = float(((others - own) / torch.maximum(others, own).clamp(min=1e-12)).mean())
+        each = (others - own) / torch.maximum(others, own).clamp(min=1e-12)
+        silhouette = float(torch.where(sizes[labels] > 1, each, 0).mean())  # of one alone it is 0
         if len(sizes) > 1 and silhouette > best:
             best, chosen = silhouette, sizes.argsort(descending=True, stable=True).argsort()[labels]
     return chosen

@@ -5,7 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.cluster.hierarchy import fcluster, linkage
+from sklearn.metrics import silhouette_score
 
+from psc_core import linalg
 from psc_core.data.dataset import ImageDataset, TensorSource, label_images
 from psc_core.density import (
     DENSITIES,
@@ -19,7 +22,7 @@ from psc_core.density import (
 from psc_core.density import extend_density as extend
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import PRESETS
-from psc_core.learnt import FEWEST, STORED, cluster, fit_reviewed, store_images, with_enough
+from psc_core.learnt import FEWEST, STORED, cluster, fit_reviewed, moments_of, store_images, with_enough
 from tests.reference import reviewed as naive
 
 NAMES = ("none_of_the_classes", "hedgehog", "drone")
@@ -45,6 +48,18 @@ def test_what_looks_alike_is_a_cluster() -> None:
     assert torch.equal(cluster(density, w), 1 - which)  # The largest comes first.
     assert cluster(density, w[:19]).unique().tolist() == [0] and len(cluster(density, w[:0])) == 0
     assert cluster(density, w[:1].expand(30, kept)).unique().tolist() == [0]
+
+
+@pytest.mark.parametrize("seed", [10, 34, 80])
+def test_number_of_clusters_is_that_of_the_largest_silhouette(seed: int) -> None:
+    """Of scikit-learn's, where an image that is a cluster alone counts 0."""
+    density, _ = fitted("tied")
+    w = torch.randn(20 + 10 * (seed % 3), density.basis.shape[1], generator=torch.Generator().manual_seed(seed))
+    w[0] *= 3
+    features = w.double() @ linalg.inverse_root(moments_of(density).metric).root
+    tree, counts = linkage(features.numpy(), "ward"), range(2, len(w) // 10 + 1)
+    best = max(counts, key=lambda count: silhouette_score(features, fcluster(tree, count, "maxclust")))
+    assert len(cluster(density, w).unique()) == best
 
 
 @pytest.mark.parametrize("kind", DENSITIES)
