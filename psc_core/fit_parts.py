@@ -52,7 +52,7 @@ from psc_core.collapse import ChosenLayer
 from psc_core.compute import Compute, autocast, begin, count_images, passes
 from psc_core.data.dataset import ImageDataset, draw, stable_order
 from psc_core.density import DENSITIES, Density, Examples, fit_density
-from psc_core.errors import NetworkError
+from psc_core.errors import NetworkError, warn
 from psc_core.features import FeatureMatrix, as_matrix, chunk_rows, side_by_side, usable
 from psc_core.fit_data import FitData, FitJob
 from psc_core.heads.base import Features, Head, Scored
@@ -315,6 +315,10 @@ def fit_parts(net: nn.Module, chosen: ChosenLayer, projection: FittedProjection,
     train, moments = read(backbone, layers, device_projection, data.train, job)
     selection, _ = read(backbone, layers._replace(texture=()), device_projection, data.selection, job)
     density, head, textures = _fit_to_features(train, selection, job)
+    if density.reads == "pooled":
+        with torch.inference_mode():
+            read_by = layers.of(backbone(trial)[0], names := (*layers.chosen, *layers.density))
+        warn_of_unread(density, {name: part.shape[1] for name, part in zip(names, read_by, strict=True)})
     running = backbone.fused(compute.precision)
     scorer = Scorer(
         data.train.preprocess,
@@ -361,6 +365,21 @@ def _fit_to_features(train: Features, selection: Features, job: FitJob) -> tuple
         for layer, early in train.texture.items()
     }
     return density, head, textures
+
+
+SHARE: Final = 0.1  # of one component, below which a density reads next to nothing of a layer
+
+
+def warn_of_unread(density: Density, widths: Mapping[str, int]) -> None:
+    """Warn of layers, named with their ``widths``, that have no share in the components of a density of all."""
+    shares = torch.linalg.qr(density.get_buffer("basis")).Q.square().sum(1).split([*widths.values()])
+    for name, share in zip(widths, shares, strict=True):
+        if float(share.sum()) < SHARE:
+            warn(
+                f"the density reads next to nothing of layer {name}, whose features hardly vary beside those of "
+                f"{', '.join(each for each in widths if each != name)}; --layer {name} reads it alone, and --density "
+                "gda++ reads z, in which layers have one scale"
+            )
 
 
 def _examples(of: Features, matrix: FeatureMatrix) -> Examples:

@@ -1,3 +1,4 @@
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from psc_core.calibrate import score_dataset
 from psc_core.checks import CROP, PATCHES, TEXTURE, check_values, least_regret, paste
 from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset, split_validation
+from psc_core.density import Examples, fit_density
 from psc_core.errors import UsageError
 from psc_core.fit import fit_stages, project
 from psc_core.fit_data import Checkpoint, FitData, FitJob
-from psc_core.fit_parts import Layers, cut, early_layers, fewest_positions, read, round_floats
+from psc_core.fit_parts import Layers, cut, early_layers, fewest_positions, read, round_floats, warn_of_unread
 from psc_core.heads import sngp, softmax
 from psc_core.images.preprocess import PRESETS
 from psc_core.maps import Grid, PositionMoments, choose_map
@@ -78,6 +80,22 @@ def test_a_density_may_read_z(net: nn.Module, val: ImageDataset, projection: Fit
     found, _ = read(backbone, layers, projection.projection, val, job)
     assert torch.equal(found.density_input[:], found.head_input[:])
     assert found.texture == {} and found.network_output is None
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-5])
+def test_a_layer_that_the_density_does_not_see_is_named(scale: float) -> None:
+    features = torch.randn(300, 12, generator=torch.Generator().manual_seed(0))
+    features[:, 8:] *= scale
+    density = fit_density(Examples(features, torch.arange(300) % 3, 3), kind="pooled++")
+    axes = torch.linalg.svd(density.get_buffer("basis"), full_matrices=False).U
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_unread(density, {"chosen": 8, "last": 4})
+    assert (float(axes[8:].square().sum()) < 0.1) == (scale == 1e-5) == (len(caught) == 1)
+    assert all(
+        "next to nothing of layer last, whose features hardly vary beside those of chosen;" in str(each.message)
+        for each in caught
+    )
 
 
 FACTORY = "tests.tiny:network"
