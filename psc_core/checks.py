@@ -138,7 +138,8 @@ def synthetic_batches(
 ) -> Iterator[Mapping[str, Pixels]]:
     """Yield at most :data:`IMAGES` images in batches on the device: the originals, and the output of each transform.
 
-    A batch in which no pair has two classes, as that of a single image, has no mixes.
+    Partners to mix are drawn within a batch, so that mixes depend on its size, and a batch in which no pair has two
+    classes, as that of a single image, has none.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = dataset.subset(torch.randperm(len(dataset), generator=generator)[:IMAGES])
