@@ -57,7 +57,7 @@ from torch.nn import functional
 
 from psc_core import linalg
 from psc_core.compute import track
-from psc_core.errors import NetworkError
+from psc_core.errors import NetworkError, warn
 from psc_core.features import FeatureMatrix, as_matrix, blocks
 from psc_core.fitted import Record
 from psc_core.heads.base import ClassifierHead, ClassifierOutput, Scored, in_memory, score_classes
@@ -271,6 +271,7 @@ PRODUCTS: Final = 500  # maximum number of products with C in a step
 INEXACT: Final = 0.25  # largest remaining error of a step, relative to the gradient
 PATH_TOLERANCE: Final = 1e-4  # the next along the path of τ: selection NLLs are accurate to 10⁻⁴ nats
 TOLERANCE: Final = 3e-7  # largest gradient entry at the chosen τ: its probabilities are accurate to about 10⁻⁵
+UNFINISHED: Final = 10.0  # times the tolerance, beyond what rounding hides
 LENGTHS: Final = tuple(0.5**k for k in range(30))  # of a step, the first that lowers the objective
 SUFFICIENT: Final = 1e-4  # of the slope that a step has to gain (Armijo 1966)
 ROUNDING: Final = 1e-13  # of the objective, relative
@@ -356,7 +357,8 @@ def fit_softmax(
     for _ in range(STEPS):
         variables = variables_at(sample.probabilities(theta), sample, ridge=ridge)
         downhill = -variables.gradient(gradient)
-        if downhill.abs().max() <= tolerance:
+        residual = float(downhill.abs().max())
+        if residual <= tolerance:
             break
         direction = newton_direction(Curvature(theta, narrow, variables, ridge=ridge), downhill, tolerance)
         change, slope = variables.theta(direction), float((downhill * direction).sum())
@@ -367,6 +369,11 @@ def fit_softmax(
         else:  # Rounding hides what is left to gain.
             break
         theta, (loss, gradient) = theta + length * change, found
+    if residual > UNFINISHED * tolerance:
+        warn(
+            f"the weights of the head are not at their optimum: the gradient is {residual:.1g}, and {tolerance:.1g} "
+            "would do; look for training images that are far from all others, or take another head"
+        )
     return theta[:, :-1], theta[:, -1]
 
 

@@ -44,6 +44,20 @@ def test_reaches_the_same_minimum_from_any_start() -> None:
     torch.testing.assert_close(weight, elsewhere, rtol=1e-3, atol=1e-3)
 
 
+def test_a_search_that_ends_early_is_told() -> None:
+    """Some images lie a thousand times as far out as others, and hardly any prior holds the weights."""
+    random = torch.Generator().manual_seed(0)
+    labels = torch.arange(1500) % 4
+    z = torch.randn(1500, 30, generator=random).double()
+    z[:, :4] += 2 * torch.eye(4)[labels]
+    z /= torch.randn(1500, 1, generator=random).double().abs()
+    z = (z - z.mean(0)) / z.std(0, correction=0)
+    start = torch.zeros(4, 31, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"not at their optimum: the gradient is 0\.\d+, and 3e-07 would do"):
+        softmax.fit_softmax(z, labels, prior_precision=1e-4, start=start)
+    softmax.fit_softmax(z, labels, prior_precision=1.0, start=start)
+
+
 @pytest.mark.parametrize("count", [40, 400])
 def test_chooses_the_strongest_prior_of_the_best_selection_nll(count: int) -> None:
     (z, y), (z_val, y_val) = images(count, 30, 3), images(300, 30, 3, seed=1)
