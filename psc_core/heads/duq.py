@@ -45,7 +45,9 @@ class DuqHead(ClassifierHead):
     @classmethod
     def fit(cls, data: ClassifierData) -> DuqHead:
         """Fit embedding, centroids, length-scale and exponent."""
-        means, embedding, shrinkage = whitening(data.train, data.train_labels, data.num_classes)
+        means, embedding, shrinkage = whitening(
+            data.train, data.train_labels, data.num_classes, round(float(data.weights.sum()))
+        )
         centroids = means @ embedding
         halves = squared_distances(data.selection.double() @ embedding, centroids) / (2 * data.selection.shape[1])
         labels = data.selection_labels
@@ -94,9 +96,12 @@ def kernel_loss(log_kernels: Float[Tensor, "n classes"], labels: Int[Tensor, " n
 
 
 def whitening(
-    phi: Float[Tensor, "n dim"] | FeatureMatrix, labels: Int[Tensor, " n"], num_classes: int
+    phi: Float[Tensor, "n dim"] | FeatureMatrix, labels: Int[Tensor, " n"], num_classes: int, images: int
 ) -> tuple[Float[Tensor, "classes dim"], Float[Tensor, "dim dim"], float]:
-    """Return class means, the inverse root of the pooled within-class covariance, and its OAS intensity."""
+    """Return class means, the inverse root of the pooled within-class covariance, and its OAS intensity.
+
+    Labelled examples of one of the ``images`` are one observation.
+    """
     n, dim = phi.shape
     means = torch.zeros(num_classes, dim, dtype=torch.float64, device=phi.device)
     for chunk, block in blocks(phi):
@@ -106,5 +111,5 @@ def whitening(
     for chunk, block in blocks(phi):
         centred = block.double() - means[labels[chunk]]
         scatter += centred.T @ centred
-    covariance, shrinkage = linalg.covariance(scatter, max(1, n - num_classes))
+    covariance, shrinkage = linalg.covariance(scatter * (images / n), max(1, images - num_classes))
     return means, linalg.inverse_root(covariance).root, shrinkage

@@ -49,6 +49,16 @@ def test_exponent_is_the_smallest_of_the_best_selection_nll(spread: float) -> No
     assert head(z[300:]).probabilities.amax(1).median() < 1 - 1e-5
 
 
+def test_labels_of_one_image_are_one_observation() -> None:
+    """Ten copies of every label leave the covariance, and how much it is shrunk, as they were."""
+    z, labels = images(50, 6, 2)
+    shown, shrinkage = torch.arange(50).repeat_interleave(10), []
+    for rows in (torch.arange(50), shown):
+        head = fit_head(z[rows], labels[rows], z, labels, num_classes=2, kind="duq", images=rows)
+        shrinkage.append(head.record["shrinkage"])
+    assert shrinkage[1] == pytest.approx(shrinkage[0]) and shrinkage[0] > 0
+
+
 @pytest.mark.parametrize(("n", "shrunk"), [(62, False), (61, True)])
 def test_shrinks_covariance_of_few_images(n: int, shrunk: bool) -> None:
     z, labels = images(n, 6, 2)
