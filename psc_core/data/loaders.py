@@ -387,7 +387,7 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
     """Return the images of a loader as a classification data set, or as a regression one if there is a target."""
     classes, target = description.classes, description.target
     check_loader(data, name)
-    own = _own_names(data)
+    own = _own_names(data, name) if target is None else ()
     if classes is not None:
         _check_names(own, classes, name)
     is_random = warn_of_random(data, name)
@@ -608,11 +608,22 @@ def _class_indices(labels: Tensor, name: str, classes: int | None) -> Tensor:
     return labels
 
 
-def _own_names(data: Any) -> tuple[str, ...]:
+def _own_names(data: Any, name: str) -> tuple[str, ...]:
     """Return the class names of a data set of torchvision or Hugging Face; none where its labels may not mean them."""
     dataset = dataset_of(data)
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
+    if isinstance(dataset, Subset):
+        return _own_names(dataset.dataset, name)
+    if isinstance(dataset, ConcatDataset):
+        parts = [_own_names(each, name) for each in dataset.datasets]
+        most = max(parts, key=len)
+        for part in parts:
+            for label, (one, other) in enumerate(zip(part, most, strict=False)):
+                if one != other:
+                    raise DataError(
+                        f"{name}: expected one class for label {label} in the ConcatDataset, got {one!r} and "
+                        f"{other!r}; give its parts the same ones, or each a target_transform to the order of classes"
+                    )
+        return most if all(parts) else ()
     features = getattr(dataset, "features", None)
     of_labels = [features[key] for key in LABEL_KEYS if key in features] if isinstance(features, Mapping) else []
     names = getattr(of_labels[0], "names", None) if of_labels else getattr(dataset, "classes", None)

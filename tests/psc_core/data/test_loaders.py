@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 from psc_core import PRESETS, open_dataset, open_loader
@@ -228,6 +228,24 @@ def test_labels_go_by_the_names_of_a_data_set(own: tuple[str, ...]) -> None:
     opened = open_loader(DataLoader(Named(tensors=(INPUTS, labels), classes=[*own])), classes=ANIMALS)
     assert opened.classes == tuple(ANIMALS)
     assert [ANIMALS[label] for label in opened.labels] == [own[label] for label in labels]
+
+
+def test_labels_go_by_the_names_of_all_parts_of_a_data_set() -> None:
+    own = ("eel", "dog", "cat")
+    part, fewer = Named(classes=[*own]), Named(classes=[*own[:2]], tensors=(INPUTS[:4], torch.arange(4) % 2))
+    for data in (ConcatDataset([Subset(ConcatDataset([part]), range(9)), fewer]), ConcatDataset([fewer, part])):
+        opened = open_loader(DataLoader(data, batch_size=2), classes=ANIMALS)
+        assert [ANIMALS[label] for label in opened.labels] == [own[data[at][1]] for at in range(len(data))]
+        assert open_loader(data).classes == own
+    assert open_loader(ConcatDataset([part, PAIRS])).classes == ("0", "1", "2")
+
+
+@pytest.mark.parametrize("classes", [ANIMALS, None])
+def test_parts_of_a_data_set_that_name_a_label_differently_are_refused(classes: list[str] | None) -> None:
+    data = ConcatDataset([Named(classes=["cat", "eel"]), Named(classes=ANIMALS)])
+    with pytest.raises(DataError, match=r"images: .* label 1 in the ConcatDataset, got 'eel' and 'dog'; give"):
+        open_loader(DataLoader(data), classes=classes)
+    assert len(open_loader(data, target="age")) == len(data)
 
 
 def test_a_class_of_its_own_gives_others_another_label() -> None:
