@@ -84,11 +84,15 @@ class BasePolicy(BaseModel, ABC):
         return []
 
 
-def guessing(metrics: Mapping[str, Any]) -> str:
+def guessing(metrics: Mapping[str, Any], causes: str) -> str:
     """Return the opening of a headline about a model whose predictions have nothing to do with the images."""
     if metrics.get(BETTER_THAN_GUESSING, True):
         return ""
-    return "THE MODEL IS NO BETTER THAN GUESSING: its weights or its preprocessing are wrong; "
+    return f"THE MODEL IS NO BETTER THAN GUESSING: check {causes}; "
+
+
+_CAUSES: Final = "the weights and the preprocessing"
+_CAUSES_OF_CLASSES: Final = "the weights, the preprocessing and the order of the classes"
 
 
 def describe_accuracy(metrics: Mapping[str, Any]) -> str:
@@ -131,8 +135,8 @@ class ClassificationPolicy(BasePolicy):
         if self.ambiguity_threshold < 0:
             found = (
                 "NOTHING IS ACCEPTED, every image is abstain_ambiguous: no entropy threshold was shown to keep the "
-                f"error rate at {RISKS[-1]:.0%} or less{describe_accuracy(metrics)}; check the weights and "
-                "the preprocessing, or validate on more images"
+                f"error rate at {RISKS[-1]:.0%} or less{describe_accuracy(metrics)}; check "
+                f"{_CAUSES_OF_CLASSES}, or validate on more images"
             )
         elif self.risk is None:
             found = (
@@ -145,7 +149,7 @@ class ClassificationPolicy(BasePolicy):
             if self.risk > RISKS[0] and metrics.get("risk_asked") is None:
                 tried = ", ".join(f"{100 * risk:g}" for risk in RISKS)
                 found += f"; of {tried} %, which were tried, the lowest that could be shown{describe_accuracy(metrics)}"
-        return guessing(metrics) + found
+        return guessing(metrics, _CAUSES_OF_CLASSES) + found
 
     def surprises(self, metrics: Mapping[str, Any]) -> bool:
         """Return whether the model guesses, or its errors are more than the lowest rate that is tried or asked for."""
@@ -190,11 +194,11 @@ class RegressionPolicy(BasePolicy):
 
     def headline(self, metrics: Mapping[str, Any]) -> str:
         if self.max_width is None:
-            return f"{guessing(metrics)}no interval is too wide to be accepted, however little the model knows"
+            return f"{guessing(metrics, _CAUSES)}no interval is too wide to be accepted, however little the model knows"
         found = f"images whose interval is wider than {self.max_width:.4g} are abstain_uncertain"
         if self._has_own_width(metrics):
             found += f": an interval that holds {self.coverage:.0%} of the numbers whatever the image is as wide"
-        return guessing(metrics) + found
+        return guessing(metrics, _CAUSES) + found
 
 
 ACCEPT: Final = "accept"  # the decision of every task on an image that can be relied on, the first of its decisions

@@ -380,9 +380,7 @@ class FirstEvaluation(NamedTuple):
     warning: str = ""
 
 
-GUESSES: Final = (
-    "THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES, its weights or the preprocessing are wrong"
-)
+GUESSES: Final = "THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES"
 
 
 class Task(BaseModel, ABC):

@@ -517,7 +517,10 @@ class Classification(Task):
                 "the preprocessing",
             )
         if not metrics.better_than_guessing(predicted, val.first_labels()):
-            return FirstEvaluation(text, GUESSES)
+            why = "its weights, the preprocessing or the order of the classes are wrong"
+            if metrics.has_another_order(predicted, val.first_labels()):
+                why = "the classes seem to be in another order; name them in the order of its outputs"
+            return FirstEvaluation(text, f"{GUESSES}, {why}")
         if of_val < of_train - ACCURACY_GAP:
             return FirstEvaluation(
                 text,

@@ -397,7 +397,7 @@ class Regression(Task):
             f"most {FIRST_EVALUATION_IMAGES:,} of each), the deviation of the numbers is {spread:.4g}"
         )
         if not metrics.rises_with(predicted, known_values(val.values)):
-            return FirstEvaluation(text, GUESSES)
+            return FirstEvaluation(text, f"{GUESSES}, its weights or the preprocessing are wrong")
         if of_val > spread:
             return FirstEvaluation(
                 text, "always predicting the mean would be better; is the network's output in the table's unit?"

@@ -88,6 +88,13 @@ def test_better_than_guessing_is_above_the_agreements_of_all_orders(pairs: list[
     assert metrics.better_than_guessing(torch.tensor(predicted), torch.tensor(labels)) == expected
 
 
+def test_another_order_of_classes_is_told_from_guessing() -> None:
+    labels, noise = torch.arange(120) % 4, torch.randint(4, (120,), generator=torch.Generator().manual_seed(0))
+    mostly = torch.where(torch.arange(120) % 3 == 0, noise, torch.tensor([1, 2, 0, 3])[labels])
+    assert metrics.has_another_order(mostly, labels)
+    assert not metrics.has_another_order(noise, labels) and not metrics.has_another_order(0 * labels, labels)
+
+
 def test_certain_errors_have_a_finite_nll() -> None:
     p, y = torch.tensor([[1.0, 0.0]]), torch.tensor([1])
     assert metrics.nll(p, y) == pytest.approx(87.336, abs=1e-3)

@@ -107,7 +107,7 @@ def test_page_and_card_open_with_what_is_accepted(shipped: Facts, tmp_path: Path
     nothing = replace(shipped, folder=tmp_path, manifest=manifest, content=Content(manifest.version))
     page.write_card(nothing)
     for text in (Page(page.write(nothing, tmp_path).read_text()).text, (tmp_path / page.CARD).read_text()):
-        assert "NO BETTER THAN GUESSING" in text and "NOTHING IS ACCEPTED" in text
+        assert "NO BETTER THAN GUESSING" in text and "NOTHING IS ACCEPTED" in text and "order of the classes" in text
 
 
 def test_card_has_the_numbers_of_the_facts(shipped: Facts, tmp_path: Path) -> None:

@@ -447,6 +447,12 @@ def test_warns_of_validation_images_that_are_prepared_otherwise(
     assert "much harder" in said.warning
 
 
+def test_warns_of_classes_in_another_order(tiny_job: TinyJob, train: ImageDataset) -> None:
+    few = train.subset(torch.arange(300))
+    said = Classification.first_evaluation(lambda x: tiny_job.net(x).roll(1, 1), few, few, COMPUTE)
+    assert "NO BETTER THAN GUESSING" in said.warning and "in another order" in said.warning
+
+
 def test_images_are_counted_that_a_network_gives_nan_on(tiny_job: TinyJob, train: ImageDataset) -> None:
     def broken(x: Tensor) -> Tensor:
         outputs: Tensor = tiny_job.net(x)
