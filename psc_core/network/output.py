@@ -65,8 +65,9 @@ def check_output(net: nn.Module, trial: Inputs, outputs: int, *, name: str) -> N
         )
     if outputs == 2 and first.numel() == 1:
         raise NetworkError(
-            f"expected {name} to return a logit for each of 2 classes, got one; wrap it in a module whose forward "
-            "returns torch.cat([torch.zeros_like(logit), logit], 1), with the logit that the sigmoid would get"
+            f"expected {name} to return a logit for each of 2 classes, got one; wrap it (of an ONNX file, what it was "
+            "exported from, and export it again) in a module whose forward returns "
+            "torch.cat([torch.zeros_like(logit), logit], 1), with the logit that the sigmoid would get"
         )
     if outputs == 1 and first.ndim == 1:
         raise NetworkError(

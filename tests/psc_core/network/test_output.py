@@ -218,3 +218,8 @@ def test_an_output_that_cannot_be_used_is_told(output: Callable[[Tensor], Any], 
     torch.manual_seed(0)
     with pytest.raises(NetworkError, match=message):
         check_output(Gives(output), torch.randn(1, 3, 4, 4), classes, name="my:net")
+
+
+def test_one_logit_of_two_classes_is_refused_with_a_remedy_for_files_too() -> None:
+    with pytest.raises(NetworkError, match=r"export it again\) in a module .*zeros_like\(logit\)"):
+        check_output(nn.Sequential(nn.Flatten(), nn.Linear(4, 1)), torch.zeros(1, 1, 2, 2), 2, name="onnx:net.onnx")
