@@ -36,6 +36,14 @@ OF: Final = ":"  # between ``none_of_the_classes`` and a name that people give t
 Key = tuple[str | None, str | int | None]  # a request and a position, or a model and the digest of an image
 
 
+def check_name(text: str) -> str:
+    """Return a name that people give, composed; raise :class:`DataError` for a word that says its kind instead."""
+    name = compose(text)
+    if (kind := name.partition(OF)[0]) in LABEL_KINDS[1:]:
+        raise DataError(f"expected a name, got {name!r}; say kind={kind} to POST /feedback, or choose another name")
+    return name
+
+
 @dataclass(frozen=True)
 class Label:
     """One label, on an image named by ``request_id`` and ``image_index``, by ``image_sha256``, or by both."""
@@ -114,7 +122,7 @@ def rename(log: Log, model: str, old: str, new: str) -> int:
     ``new`` is what the class is called now, or :data:`NONE_OF_THE_CLASSES`, which keeps the name.
     """
     of_old = (each for each in read_labels(log).last() if (each.kind, each.label) == (LABEL, compose(old)))
-    kind, text = (new, compose(old)) if new == NONE_OF_THE_CLASSES else (LABEL, compose(new))
+    kind, text = (new, compose(old)) if new == NONE_OF_THE_CLASSES else (LABEL, check_name(new))
     later = timedelta(microseconds=1)  # What was said since then, of the same image in another request, still counts.
     found = [
         replace(each, kind=kind, label=text, time=each.time + later) for each in of_old if each.model in (model, None)
@@ -224,6 +232,7 @@ def _label(answer: HumanAnswer, sha256: str | None, model: LoggedModel, name: st
     kind, text = LABEL, answer.text
     if text.partition(OF)[0] == NONE_OF_THE_CLASSES:
         kind, _, text = text.partition(OF)
+        text = check_name(text)
     elif text == CANNOT_TELL:
         kind, text = text, ""
     else:

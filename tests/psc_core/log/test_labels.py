@@ -198,6 +198,15 @@ def test_what_is_none_of_the_classes_may_have_a_name(log: Log, tmp_path: Path) -
     ]  # fmt: skip
 
 
+def test_words_for_kinds_of_answers_name_nothing(log: Log, tmp_path: Path) -> None:
+    for word in ("cannot_tell", "none_of_the_classes"):
+        (tmp_path / "x.csv").write_text(f"image_sha256,label\n{digest(0)},none_of_the_classes:{word}\n")
+        with pytest.raises(DataError, match=f"line 2: expected a name, got '{word}'"):
+            labels_of(log, read_answers(tmp_path / "x.csv"))
+    with pytest.raises(DataError, match="expected a name, got 'cannot_tell'"):
+        rename(log, "m", "cat", "cannot_tell")
+
+
 def test_image_of_two_models_is_labelled_for_the_one_that_could_have_said_it(tmp_path: Path) -> None:
     log = make_log(tmp_path / "log", 2)
     put_rows(log, [row(0, request_id="r50", bundle_version="d1")], model="digits")

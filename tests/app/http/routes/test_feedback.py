@@ -77,6 +77,8 @@ async def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
             ({"request_id": name, "image_sha256": "0" * 64, "label": "dark"}, 409, "image-conflict"),
             ({"request_id": name, "label": "drak"}, 422, "unusable-label"),
             ({"request_id": name, "label": 3}, 422, "unusable-label"),
+            ({"request_id": name, "label": "cannot_tell"}, 422, "unusable-label"),
+            ({"request_id": name, "kind": "none_of_the_classes", "label": "cannot_tell"}, 422, "unusable-label"),
             ({"request_id": name}, 400, "malformed"),
             ({"request_id": name, "kind": "cannot_tell", "label": "dark"}, 400, "malformed"),
             ({"request_id": name, "kind": "perhaps"}, 400, "malformed"),
@@ -88,6 +90,8 @@ async def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         for members, status, slug in kinds:
             got, problem = await give(app, **members)
             assert (got, problem["type"]) == (status, f"urn:psc:problem:{slug}"), members
+        _, problem = await give(app, request_id=name, label="none_of_the_classes:hedgehog")
+        assert "say kind=none_of_the_classes" in problem["detail"]
         digest = hashlib.sha256(png(0)).hexdigest()
         erase(open_log(tmp_path), digest)
         status, problem = await give(app, request_id=name, image_sha256=digest, label="dark")
