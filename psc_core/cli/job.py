@@ -282,10 +282,12 @@ def estimate(net: nn.Module, job: FitJob, max_bad_images: int) -> Estimate | str
     smallest = min(larger, 4 * len(train.classes))
     sizes = (max(larger // 3, smallest), larger)
     if smallest + sum(sizes) >= len(train):
-        return (
+        _, notes = job.data.readable(max_bad_images, compute)
+        said = (
             f"the fit itself takes no longer than trying it on a part of {len(train)} images: just run it, without "
             "--dry-run (nothing written)"
         )
+        return "\n".join([*notes, said])
     with contextlib.redirect_stdout(io.StringIO()):
         timed_fit(net, job, smallest, max_bad_images)
         first, _ = timed_fit(net, job, sizes[0], max_bad_images)

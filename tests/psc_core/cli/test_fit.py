@@ -104,6 +104,7 @@ def test_few_images_that_cannot_be_decoded_are_skipped(  # type: ignore[no-untyp
 
     code, printed, err = run(capsys, cli.main, [*folder_args, "--dry-run", "--out", str(out)])
     assert code == 0 and "just run it" in printed and "1 .jpg" in printed and "1 .heic" in printed, err
+    assert said in printed and all(str(file) in printed for file in bad)
 
     with monkeypatch.context() as patch:
         patch.setattr(stages, "fit_model", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
