@@ -186,8 +186,14 @@ def _write_map(outcome: Answered, file: Path) -> None:
 
 def _document(outcome: Outcome) -> dict[str, Any]:
     if isinstance(outcome, ClientError):
-        return {"error": str(outcome)}
+        return {"error": _reason(outcome)}
     return {"model": outcome.model.model_dump(), **outcome.prediction.model_dump(exclude_none=True)}
+
+
+def _reason(error: ClientError) -> str:
+    """Return an error without the position of its image in the request, which the user did not see."""
+    where, named = f"image {error.index}", f"image {error.index} ({getattr(error, 'filename', None)!r})"
+    return str(error).replace(f"{named}: ", "").replace(f"{where}: ", "")
 
 
 def _print_table(rows: Sequence[tuple[str, Mapping[str, str] | ClientError]]) -> None:
@@ -201,7 +207,7 @@ def _print_table(rows: Sequence[tuple[str, Mapping[str, str] | ClientError]]) ->
     if titles:
         print(head)
     for line, (_, cells) in zip(lines, rows, strict=True):
-        print(f"{line:<{names}}  error: {cells}" if isinstance(cells, ClientError) else line)
+        print(f"{line:<{names}}  error: {_reason(cells)}" if isinstance(cells, ClientError) else line)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,15 @@ def test_images_that_cannot_be_answered_have_their_line(files: list[str], capsys
     assert ["error" in document for document in documents] == [False, True, False, False]
 
 
+def test_errors_do_not_count_the_images_of_a_request(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for where in ("image 0", "image 0 ('x.png')"):
+        for flags in ((), ("--json",)):
+            bad = problem(422, index=0, filename="x.png", detail=f"{where}: it is cut short")
+            assert run_cli(Script(bad, answer(2)), *files, *flags) == 2
+            output = capsys.readouterr().out
+            assert "422 Kind: it is cut short" in output and "image 0" not in output
+
+
 def test_an_interruption_is_no_traceback(
     files: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
