@@ -325,6 +325,12 @@ def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8
     remedy = "; make one batch of tensors, torch.stack(images)" if isinstance(image, Tensor) else ""
     if isinstance(image, np.ndarray) and image.dtype != np.uint8 and image.dtype.kind in "bfiu":
         remedy = "; scale its samples to 0 … 255, which only you know how, and convert them to uint8"
+    elif isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] == 4:
+        remedy = "; give image[:, :, :3], or Image.fromarray(image), whose alpha is blended onto the background"
+    elif isinstance(image, np.ndarray) and image.ndim == 3 and 1 in image.shape:
+        remedy = "; leave out the axis of its only channel, image.squeeze()"
+    elif isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[0] == 3:
+        remedy = "; put its channels last, image.transpose(1, 2, 0)"
     raise UsageError(
         "expected paths, encoded images (bytes), Pillow images, or uint8 arrays (height, width) or "
         f"(height, width, 3), got {describe_image(image)}{remedy}"

@@ -250,6 +250,9 @@ def test_pillow_image_equals_its_file(psc: PSC) -> None:
         (as_batch, 3, "expected a list of images or a tensor, got a int$"),
         (read_image, 1, "got a int"),
         (read_image, torch.zeros(1, 28, 28), r"torch\.stack"),
+        (read_image, np.zeros((28, 28, 4), np.uint8), r"got an array of uint8 \(28, 28, 4\); give image\[:, :, :3\]"),
+        (read_image, np.zeros((3, 28, 28), np.uint8), r"; put its channels last, image\.transpose\(1, 2, 0\)"),
+        (read_image, np.zeros((28, 28, 1), np.uint8), r"; leave out the axis .* image\.squeeze\(\)"),
     ],
 )
 def test_what_is_no_list_of_images_is_refused(read: Any, given: Any, said: str) -> None:
