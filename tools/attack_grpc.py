@@ -50,7 +50,7 @@ def infer(channel: grpc.Channel, message: bytes) -> str:
     return "OK"
 
 
-def many_fields(fields: bytes, *, at_once: int = 1) -> Seen:
+def many_fields(fields: bytes, *, at_once: int = 1, wanted: str = "INVALID_ARGUMENT") -> Seen:
     """A good message that goes on with many fields."""
     message = good_message() + fields
     with serving() as (started, connect), connect() as channel:
@@ -60,7 +60,7 @@ def many_fields(fields: bytes, *, at_once: int = 1) -> Seen:
         grown = (started.peak_bytes() - before) >> 20
         last = infer(channel, good_message())
     now = f"{', '.join(sorted(codes))}, /healthz waited {longest[0]:.2f} s, {grown} MiB more, then {last}"
-    return Seen(now, longest[0] <= STALL_SECONDS and grown <= 1024 and last == "OK")
+    return Seen(now, codes == {wanted} and longest[0] <= STALL_SECONDS and grown <= 1024 and last == "OK")
 
 
 def empty_outputs(_url: str) -> Seen:

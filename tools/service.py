@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -10,9 +11,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -23,6 +24,8 @@ from tests.served import is_ready
 EXAMPLE = (SHIPPED_BUNDLE / "examples" / "clean.png").read_bytes()
 STALL_SECONDS = 1.0  # How long /healthz may wait at most
 
+Status = int | str  # of an answer, or the name of the error in its place
+
 LIMIT_MIB = 4096  # Memory of a service: so a container may have been given
 
 
@@ -30,7 +33,7 @@ class Seen(NamedTuple):
     """What came of an attack."""
 
     now: str
-    is_wanted: bool
+    is_wanted: bool | None  # None: it was not tried.
 
 
 class Started(NamedTuple):
@@ -128,19 +131,36 @@ def service(*flags: str, stderr: str = os.devnull, shell: str = ":", memory_mib:
 
 @contextmanager
 def longest_stall(url: str) -> Iterator[list[float]]:
-    """Meanwhile, the longest time that ``/healthz`` took, seconds."""
-    ended, longest = threading.Event(), [0.0]
+    """Meanwhile, the longest time that ``/healthz`` took, seconds, once the block has ended.
+
+    It is infinite if one answer was not 200, or did not come.
+    """
+    ended, longest = threading.Event(), [math.inf]
 
     def ask() -> None:
-        with httpx.Client(timeout=120) as client:
-            while not ended.is_set():
+        seen = 0.0
+        with httpx.Client(timeout=120) as client, suppress(httpx.HTTPError):
+            while True:
                 began = time.perf_counter()
-                client.get(f"{url}/healthz")
-                longest[0] = max(longest[0], time.perf_counter() - began)
-                time.sleep(0.01)
+                if client.get(f"{url}/healthz").status_code != 200:
+                    return
+                seen = max(seen, time.perf_counter() - began)
+                if ended.wait(0.01):
+                    break
+            longest[0] = seen
 
     thread = threading.Thread(target=ask)
     thread.start()
-    yield longest
-    ended.set()
-    thread.join()
+    try:
+        yield longest
+    finally:
+        ended.set()
+        thread.join()
+
+
+def ask(url: str, path: str = "/predict", **request: Any) -> Status:
+    """Send one request with a connection of its own."""
+    try:
+        return httpx.post(f"{url}{path}", timeout=120, **request).status_code
+    except httpx.HTTPError as error:
+        return type(error).__name__
