@@ -28,16 +28,25 @@ PSC_SERVE: Final = (sys.executable, "-m", "app.cli")
 
 
 class Server:
-    """A started server, the leader of a process group of its own; ``url`` is empty when it ended before it listened."""
+    """A started server, the leader of a process group of its own; ``url`` is empty when it ended before it listened.
+
+    It is one process with one backend, which tests start soonest; ``default`` leaves both to ``psc-serve``.
+    """
 
     def __init__(
-        self, *flags: str, program: Sequence[str] = PSC_SERVE, environment: Mapping[str, str] = MappingProxyType({})
+        self,
+        *flags: str,
+        program: Sequence[str] = PSC_SERVE,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        default: bool = False,
     ) -> None:
-        if not any(flag.startswith("--workers") for flag in flags):
-            flags = ("--workers=0", *flags)
+        if not default:
+            workers = [] if any(flag.startswith("--workers") for flag in flags) else ["--workers=0"]
+            flags = ("--backend=folded", *workers, *flags)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PSC_")}
-        self.process = warm.Process(
-            [*program, "--port=0", "--device=cpu", "--backend=folded", *flags],
+        start = subprocess.Popen if default else warm.Process
+        self.process = start(
+            [*program, "--port=0", "--device=cpu", *flags],
             cwd=ROOT,
             env={**kept, **environment},
             stderr=subprocess.PIPE,

@@ -83,7 +83,10 @@ class Drained(NamedTuple):
 
 
 def drain(*flags: str) -> Drained:
-    """End a service that all clients send to; a client ends when its connection is refused."""
+    """End a service that all clients send to, by default with its processes and backend; flags may say others.
+
+    A client ends when its connection is refused.
+    """
     statuses: list[int] = []
     lost: list[str] = []
 
@@ -98,7 +101,7 @@ def drain(*flags: str) -> Drained:
                     lost.append(repr(error))
 
     with (
-        serve(f"--bundle={SHIPPED_BUNDLE}", *flags) as server,
+        serve(f"--bundle={SHIPPED_BUNDLE}", *flags, default=True) as server,
         ThreadPoolExecutor(DRAINED_CLIENTS) as pool,
     ):
         sent = [pool.submit(send) for _ in range(DRAINED_CLIENTS)]

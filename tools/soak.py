@@ -1,6 +1,8 @@
 """``make soak``: mixed requests, clients that leave and reloads for a while; what is lost, and what grows.
 
-The shipped bundle is served by ``psc-serve`` in a process of its own.  Every answer is compared with the first of its
+The shipped bundle is served by ``psc-serve`` as it is by default: with fronts, an engine and the backend that it
+measures.  Other options than these are given to it, such as ``--workers=0 --backend=folded``.  Memory, descriptors and
+threads are summed over its processes; what several share counts once.  Every answer is compared with the first of its
 kind.  The slope of the memory is fitted to the means of ten equal pieces of the last half: neighbouring readings
 depend on each other, so their own scatter would understate its error.
 """
@@ -38,10 +40,10 @@ PIECES = 10
 
 
 class Reading(NamedTuple):
-    """Of the process, at ``seconds`` since the start."""
+    """Of all processes, at ``seconds`` since the start."""
 
     seconds: float
-    rss: int
+    memory: int
     descriptors: int
     threads: int
 
@@ -107,22 +109,25 @@ def _predictions(answer: httpx.Response) -> Any:
     return [(each["label"], each["decision"]) for each in answer.json()["predictions"]]
 
 
-def read_process(pid: int, seconds: float) -> Reading:
-    """From ``/proc``."""
-    folder = Path(f"/proc/{pid}")
-    pages = int((folder / "statm").read_text().split()[1])
-    return Reading(seconds, pages * 4096, *(sum(1 for _ in (folder / name).iterdir()) for name in ("fd", "task")))
+def read_processes(pids: Sequence[int], seconds: float) -> Reading:
+    """From ``/proc``; one that has just ended has nothing."""
+    found = []
+    for folder in (Path(f"/proc/{pid}") for pid in pids):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            memory = 1024 * int((folder / "smaps_rollup").read_text().partition("Pss:")[2].split()[0])
+            found.append((memory, *(sum(1 for _ in (folder / name).iterdir()) for name in ("fd", "task"))))
+    return Reading(seconds, *map(sum, zip(*found, strict=True)))
 
 
 def slope(readings: Sequence[Reading]) -> tuple[float, float]:
     """Growth of the memory in the last half and its standard error, bytes an hour."""
     last = [each for each in readings if each.seconds >= readings[-1].seconds / 2]
-    pieces = np.array_split(np.array([(each.seconds, each.rss) for each in last], float), PIECES)
+    pieces = np.array_split(np.array([(each.seconds, each.memory) for each in last], float), PIECES)
     fit = linregress(*np.array([piece.mean(axis=0) for piece in pieces]).T)
     return 3600 * float(fit.slope), 3600 * float(fit.stderr)
 
 
-def soak(minutes: float, clients: int, reload_seconds: float, pause: float) -> Soak:
+def soak(minutes: float, clients: int, reload_seconds: float, pause: float, *flags: str) -> Soak:
     """Serve, send and read for so long."""
     answered: Counter[str] = Counter()
     lost: list[str] = []
@@ -136,7 +141,7 @@ def soak(minutes: float, clients: int, reload_seconds: float, pause: float) -> S
                 kind = choose.choice(KINDS)
                 try:
                     answer = kind(client)
-                except (httpx.HTTPError, grpc.RpcError) as error:
+                except Exception as error:
                     lost.append(f"{kind.__name__}: {error!r}")
                     continue
                 answered[kind.__name__] += 1
@@ -144,14 +149,18 @@ def soak(minutes: float, clients: int, reload_seconds: float, pause: float) -> S
                     lost.append(f"{kind.__name__}: {answer}")
 
     def reload(url: str) -> None:
-        with httpx.Client(base_url=url, timeout=60, headers={"x-api-key": KEY}) as client:
+        with httpx.Client(base_url=url, timeout=600, headers={"x-api-key": KEY}) as client:
             while not ended.wait(reload_seconds):
-                status = client.post("/admin/reload").status_code
+                try:
+                    status: object = client.post("/admin/reload").status_code
+                except httpx.HTTPError as error:
+                    status = repr(error)
                 answered["reload"] += 1
                 if status != 200:
                     lost.append(f"reload: {status}")
 
-    with serve(f"--bundle={SHIPPED_BUNDLE}", f"--admin-keys={KEY}", f"--grpc-port={GRPC_PORT}") as server:
+    own = f"--bundle={SHIPPED_BUNDLE}", f"--admin-keys={KEY}", f"--grpc-port={GRPC_PORT}"
+    with serve(*own, *flags, default=True) as server:
         with httpx.Client(base_url=server.url, timeout=60) as client:
             expected = {kind.__name__: kind(client) for kind in KINDS}
         threads = [threading.Thread(target=send, args=(server.url, seed, expected)) for seed in range(clients)]
@@ -160,7 +169,7 @@ def soak(minutes: float, clients: int, reload_seconds: float, pause: float) -> S
             thread.start()
         began = time.monotonic()
         while (seconds := time.monotonic() - began) < 60 * minutes:
-            readings.append(read_process(server.process.pid, seconds))
+            readings.append(read_processes([server.process.pid, *server.children.values()], seconds))
             time.sleep(min(1.0, 60 * minutes / 100))
         ended.set()
         for thread in threads:
@@ -183,7 +192,7 @@ def report(run: Soak) -> list[str]:
         f"{', '.join(f'{count} {name}' for name, count in sorted(run.answered.items()))} |",
         f"| lost, wrong, or an error in the log | {len(run.lost)} |",
         f"| memory at the start, in the middle, at the end | "
-        f"{', '.join(f'{each.rss / 2**20:.0f} MiB' for each in (run.readings[0], half[0], half[-1]))} |",
+        f"{', '.join(f'{each.memory / 2**20:.0f} MiB' for each in (run.readings[0], half[0], half[-1]))} |",
         f"| its growth in the last half | {growth:+.2f} ± {error:.2f} MiB an hour |",
         *(f"| {name} in the last half | {min(values)} to {max(values)} |" for name, values in ends.items()),
     ]
@@ -196,8 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--reload-seconds", type=float, default=20)
     parser.add_argument("--pause", type=float, default=0.02, help="of each client between two requests, seconds")
-    options = parser.parse_args(arguments)
-    run = soak(options.minutes, options.clients, options.reload_seconds, options.pause)
+    options, flags = parser.parse_known_args(arguments)
+    run = soak(options.minutes, options.clients, options.reload_seconds, options.pause, *flags)
     print("\n".join([*report(run), *run.lost[:20]]))
     return 1 if run.lost else 0
 
