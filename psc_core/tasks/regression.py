@@ -81,6 +81,7 @@ if TYPE_CHECKING:
 
 FINITE: Final = (np.finfo(np.float32).min, np.finfo(np.float32).max)
 NEXT: Final = 0.6  # so many ε of its size from a float32, rounded, lies the next one
+OWN: Final = 1e-4  # standard deviations; a number that is nearer to the mean is the model's own, up to rounding
 CODE_ACCEPT, ABSTAIN_UNCERTAIN, ABSTAIN_OOD = range(len(REGRESSION_DECISIONS))
 
 
@@ -374,6 +375,13 @@ class Regression(Task):
         values, mean = known_values(images.values), scored.scores["mean"]
         deviation = torch.hypot(scored.scores["aleatoric"], scored.scores["epistemic"])
         calibration = fit_calibration(ood_score, mean, deviation, values, weights)
+        own = (values.double() - mean.double()).abs() < OWN * deviation.double()
+        copied = 2 * int(own.sum()) > len(own) and bool((mean[own] != mean[own][0]).any())  # A constant may be right.
+        if copied or calibration.quantile(settings.coverage) < OWN:
+            raise DataError(
+                f"{int(own.sum())} of {len(own)} numbers are what the model predicts, so intervals would be too narrow "
+                "for others; label images with measured numbers, not with the model's own, or give others"
+            )
         if weights is not None:
             kept = thin(weights)
             values, mean, deviation = values[kept], mean[kept], deviation[kept]

@@ -93,6 +93,11 @@ def test_keys_label_and_take_back(driver: Driver, url: str, log: Log) -> None:
     driver.get_log("browser")  # It complains about each 401.
     assert not find(driver, "#review-key-form")[0].is_displayed()
     assert text(driver, "#case-guess") == "guess: 100 %" and "is wider than 14 %" in text(driver, "#case-reason")
+    press(driver, ENTER)  # The guess is no measurement.
+    shows(driver, "Nothing is saved: type the number, %.")
+    find(driver, "#label-form button")[0].click()
+    shows(driver, "Nothing is saved: type the number, %.")
+    find(driver, "#label")[0].click()
     press(driver, "97.5" + ENTER)
     shows(driver, "1 of 4 done, last: 97.5")
     assert text(driver, "#case-badge") == "✓ Spot check" and text(driver, "#case-guess") == "guess: bright"

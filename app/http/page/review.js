@@ -81,7 +81,7 @@ function turnTo(item) {
   element("answers").replaceChildren(...choices.map((name, index) => newAnswer(name, keyOf(name, index, choices))));
   element("answers").classList.toggle("short", choices.every((name) => name.length < 4));
   const placeholder = choices.length === model.classes.length ? "something else: its name" : "another class, or a name";
-  Object.assign(field, { value: "", type: task.field, step: "any", placeholder: task.field === "text" ? placeholder : task.guess(image, model) });
+  Object.assign(field, { value: "", type: task.field, step: "any", placeholder: task.hint?.(model) ?? placeholder });
   element("label-names").replaceChildren(...(task.field === "text" ? [...model.classes, ...names] : []).map((name) => new Option(name)));
   show(current);
   (task.field === "text" ? stage : field).focus({ preventScroll: true });
@@ -173,6 +173,7 @@ function undo() {
 function submit(text) {
   const { image, model } = current;
   const task = taskOf(model);
+  if (text === "" && task.hint) return say(`Nothing is saved: ${task.hint(model)}.`);
   const label = text === "" ? task.guessed(image) : task.label(text, model);
   if (label === undefined && (names.has(text) || text === proposed)) {
     names.add(text);

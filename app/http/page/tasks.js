@@ -122,7 +122,7 @@ const regression = {
 
   field: "number",
   guess: ({ scores }, model) => measured(scores.mean, model),
-  guessed: ({ scores }) => scores.mean,
+  hint: ({ target }) => `type the number${target.unit && `, ${target.unit}`}`, // The model's own would be no measurement.
   choices: () => [],
   label: Number,
 };

@@ -24,6 +24,7 @@ from psc_core.answers import (
     Target,
 )
 from psc_core.errors import BundleError, DataError, FitError, UsageError
+from psc_core.heads.base import Scored
 from psc_core.tasks.base import Outputs
 from psc_core.tasks.regression import (
     Calibration,
@@ -156,6 +157,32 @@ def test_scores_that_are_not_finite_are_refused() -> None:
         fit_calibration(one, one, zero, one)
     with pytest.raises(FitError, match="finite OOD scores"):
         fit_calibration(one / 0, one, one, one)
+
+
+@pytest.mark.parametrize(("own", "is_refused"), [(100, True), (60, True), (40, False), (0, False)])
+def test_predictions_in_place_of_measured_numbers_are_refused(own: int, is_refused: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    mean, error = 50 + 10 * torch.randn(100, generator=random), torch.randn(100, generator=random)
+    error[:own] *= 1e-6  # Another batch size may round otherwise.
+    values = mean.double() + 3 * error.double()
+    scored = Scored({"mean": mean, "aleatoric": torch.full((100,), 3.0), "epistemic": torch.zeros(100)}, mean[:, None])
+    images, settings = numbers(values.tolist()), FitSettings(task="regression", device="cpu")
+    if is_refused:
+        with pytest.raises(DataError, match=rf"{own} of 100 numbers are what the model predicts.*measured numbers"):
+            Regression.calibrate(scored, torch.zeros(100), images, settings)
+    else:
+        assert Regression.calibrate(scored, torch.zeros(100), images, settings).calibration.quantile(0.95) > 1
+
+
+def test_a_constant_that_is_mostly_right_is_no_copy_of_the_predictions() -> None:
+    """As of a network whose last layer lets no number below 0, where most are 0."""
+    mean = torch.cat([torch.zeros(60), torch.linspace(1, 9, 40)])
+    values = mean.double() + torch.cat([torch.zeros(60), torch.ones(40)]).double()
+    scored = Scored({"mean": mean, "aleatoric": torch.ones(100), "epistemic": torch.zeros(100)}, mean[:, None])
+    images, settings = numbers(values.tolist()), FitSettings(task="regression", device="cpu")
+    assert Regression.calibrate(scored, torch.zeros(100), images, settings).calibration.quantile(0.95) == 1
+    with pytest.raises(DataError, match="60 of 100 numbers are what the model predicts"):
+        Regression.calibrate(scored, torch.zeros(100), images, settings.changed({"coverage": 0.5}))
 
 
 @pytest.mark.parametrize(
