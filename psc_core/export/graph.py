@@ -149,12 +149,16 @@ def export_graphs(model: FittedModel, files: Sequence[str] = (GRAPH, ANY_SIZE)) 
 
 def _exported(model: FittedModel, module: nn.Module, examples: tuple[Any, ...], **settings: Any) -> ModelProto:
     """Return the graph of a module, traced with ``examples``, with the default opset of PyTorch."""
+    from onnxscript import optimizer
+
     with silent(), torch.inference_mode(False), torch.no_grad():
         try:
-            program = torch.onnx.export(module.eval(), examples, dynamo=True, verbose=False, **settings)
+            program = torch.onnx.export(module.eval(), examples, dynamo=True, optimize=False, verbose=False, **settings)
+            assert program is not None
+            optimizer.fold_constants(program.model)  # No more: its rules drop an addition of less than 1e-8.
+            optimizer.remove_unused_nodes(program.model)
         except Exception as error:
             raise NetworkError(f"{model.name} cannot be exported to ONNX: {reason_of(error)}") from error
-    assert program is not None
     return program.model_proto
 
 

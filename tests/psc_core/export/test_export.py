@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from app import export_cli as cli
-from psc_core import PSC, load_network
+from psc_core import PSC, PSCRegressor, load_network
 from psc_core.bundle import read_bundle
 from psc_core.data.open import open_dataset
 from psc_core.errors import BundleError, NetworkError, UsageError
@@ -571,6 +571,30 @@ def test_readme_and_answers_of_a_regression(fitted: str, request: pytest.Fixture
         damaged = {**mended, name: mended[name] + (1 if name == "decision" else 0.5)}
         save_file(damaged, tmp_path / "out" / VECTORS)
         assert not any(each.agrees for each in check(tmp_path / "out") if each.graph == GRAPH), name
+
+
+GREY_8 = Preprocess("L", 8, 8, None, (0.5,), (0.5,))
+
+
+@pytest.mark.parametrize("head", ["blr", "dve"])
+def test_numbers_near_zero_keep_their_mean(head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lengths in metres of what is some nanometres long."""
+    monkeypatch.setattr("psc_core.heads.dve.STEPS", 20)
+    random = torch.Generator().manual_seed(0)
+    bright = torch.rand(400, 1, 1, 1, generator=random)
+    pixels = (255 * (0.8 * bright + 0.2 * torch.rand(400, 1, 8, 8, generator=random))).byte()
+    values = 3e-9 + 6e-9 * bright[:, 0, 0, 0]
+    train, val = (TensorDataset(pixels[at::2], values[at::2]) for at in (0, 1))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        psc = PSCRegressor.fit(
+            net, train, val, target="length", unit="m", preprocess=GREY_8, layer="0", head=head, pca=3
+        )
+    onnx.save(export_graphs(psc, [GRAPH])[GRAPH], tmp_path / GRAPH)
+    run = RUNTIMES["onnxruntime"](tmp_path / GRAPH)
+    np.testing.assert_allclose(run(pixels[:50].permute(0, 2, 3, 1).numpy())["mean"], psc(pixels[:50]).mean, rtol=1e-3)
 
 
 @pytest.mark.thorough
