@@ -447,6 +447,19 @@ class RegressionExplanation(BaseExplanation):
     )
 
 
+def to_width(width: float, *numbers: float) -> list[str]:
+    """Return numbers to the decimal of a width's second digit, or with four digits where that would be no short text.
+
+    Examples:
+        >>> to_width(5.6, 1987.42, 1984.61, 1990.21), to_width(240, 84234.0), to_width(1e-9, 0.001)
+        (['1987.4', '1984.6', '1990.2'], ['84230'], ['0.001'])
+    """
+    if not 1e-6 <= width < 1e15:
+        return [f"{number:.4g}" for number in numbers]
+    places = 1 - math.floor(math.log10(width))
+    return [f"{round(number, places) + 0.0:.{max(places, 0)}f}" for number in numbers]
+
+
 class RegressionAnswer(BaseAnswer):
     """The prediction of a regression for one image; `mean` to `upper` are in the target's unit, see `/model`."""
 
@@ -469,10 +482,11 @@ class RegressionAnswer(BaseAnswer):
     explanation: RegressionExplanation | None = Field(default=None, description="Only with `explain=true`.")
 
     def cells(self) -> dict[str, str]:
+        mean, lower, upper = to_width(self.upper - self.lower, self.mean, self.lower, self.upper)
         return {
-            "mean": f"{self.mean:.4g}",
+            "mean": mean,
             "deviation": f"{math.hypot(self.aleatoric, self.epistemic):.4g}",
-            "interval": f"{self.lower:.4g} … {self.upper:.4g}",
+            "interval": f"{lower} … {upper}",
             "log density": f"{self.log_density:.2f}",
             "p-value": f"{self.ood_p_value:.4f}",
             "decision": self.decision,

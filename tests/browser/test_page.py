@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from psc_core.answers import REGRESSION_DECISIONS, ClassificationPolicy, RegressionPolicy
+from psc_core.answers import REGRESSION_DECISIONS, ClassificationPolicy, RegressionAnswer, RegressionPolicy
 from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
 from psc_core.tasks.base import Outputs
 from tests.app.fakes import (
@@ -289,7 +289,7 @@ def test_shows_numbers_and_decides_by_their_intervals(driver: Driver, files: dic
         assert "predicts brightness" in content(driver, "#model")
         assert text(driver, "#limit-name") == "Unclear where wider than"
         between, clear = (tile(driver, f"{name}.png").text for name in ("between", "clear"))
-        assert between == "✓ Accept\n25.1 %\nbetween.png" and clear == "? Unclear\n90 to 110 %\nclear.png"
+        assert between == "✓ Accept\n25 %\nbetween.png" and clear == "? Unclear\n90 to 110 %\nclear.png"
         assert "those with too wide an interval" in text(driver, "#handed")
         open_panel(driver, "clear.png")
         shown = numbers(driver)
@@ -393,6 +393,31 @@ def test_a_bound_is_not_rounded_down(driver: Driver, files: dict[str, Path]) -> 
             "import('./page/format.js').then(({atMost}) => arguments[0]([0.07, 0.002, 1].map(atMost)))"
         )
         assert found == [[7, 100], [2, 1000], [100, 100]]
+
+
+@pytest.mark.parametrize(
+    ("mean", "lower", "upper", "shown"),
+    [
+        (1987.42, 1984.61, 1990.21, ("1987.4", "1984.6", "1990.2")),
+        (84234.0, 84114.0, 84354.0, ("84230", "84110", "84350")),
+        (0.000312, 0.000308, 0.000316, ("0.0003120", "0.0003080", "0.0003160")),
+        (-0.01, -5.2, 5.3, ("0", "-5", "5")),
+    ],
+)
+def test_numbers_are_as_fine_as_their_interval(
+    page: Driver, mean: float, lower: float, upper: float, shown: tuple[str, str, str]
+) -> None:
+    ends = {"mean": mean, "lower": lower, "upper": upper}
+    found = page.execute_async_script(
+        "const model = {target: {unit: ''}};"
+        "import('./page/tasks.js').then(({TASKS: {regression: task}}) => arguments[1]("
+        "['accept', 'abstain_uncertain'].map((decision) => task.answer(arguments[0], decision, model))))",
+        ends,
+    )
+    assert [each.replace("\u2212", "-") for each in found] == [shown[0], f"{shown[1]} to {shown[2]}"]
+    rest = dict.fromkeys(("aleatoric", "epistemic", "log_density", "ood_score", "ood_p_value"), 0.5)
+    cells = RegressionAnswer(**ends, **rest, is_ood=False, decision="accept").cells()
+    assert (cells["mean"], cells["interval"]) == (shown[0], f"{shown[1]} … {shown[2]}")
 
 
 def test_sliders_decide_as_the_service_does(page: Driver, files: dict[str, Path], url: str) -> None:

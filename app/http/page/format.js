@@ -6,7 +6,13 @@ export function percent(fraction) {
   return `${value.toFixed(1)}\u00a0%`;
 }
 
-export function number(value) {
+// With the width of an interval, to the decimal of its second digit, as `to_width` in psc_core/answers.py; else three digits.
+export function number(value, width) {
+  if (width >= 1e-6 && width < 1e15) {
+    const places = 1 - Math.floor(Math.log10(width));
+    const rounded = Math.round(value * 10 ** places) / 10 ** places + 0; // 0 and not −0
+    return rounded.toFixed(Math.max(places, 0)).replaceAll("-", "\u2212");
+  }
   const tiny = value !== 0 && Math.abs(value) < 0.0005;
   const text = tiny ? value.toExponential(1) : Number(value.toPrecision(3)).toString();
   return text.replaceAll("-", "\u2212");

@@ -2,8 +2,9 @@
 
 import { nats, number, percent } from "./format.js";
 
-const measured = (value, { target }) => `${number(value)}\u00a0${target.unit}`.trim();
-const interval = ({ lower, upper }, model) => `${number(lower)} to ${measured(upper, model)}`;
+const measured = (value, { target }, width) => `${number(value, width)}\u00a0${target.unit}`.trim();
+const mean = (prediction, model) => measured(prediction.mean, model, regression.uncertainty(prediction));
+const interval = ({ lower, upper }, model) => `${number(lower, upper - lower)} to ${measured(upper, model, upper - lower)}`;
 const list = (names) => (names.length > 4 ? `${names.length} classes` : new Intl.ListFormat("en").format(names));
 
 const above = (limit, values) => values.filter((each) => each > limit).length / values.length;
@@ -96,13 +97,13 @@ const regression = {
   },
 
   answer(prediction, decision, model) {
-    if (decision === "abstain_ood") return `guess: ${measured(prediction.mean, model)}`;
-    return decision === "accept" ? measured(prediction.mean, model) : interval(prediction, model);
+    if (decision === "abstain_ood") return `guess: ${mean(prediction, model)}`;
+    return decision === "accept" ? mean(prediction, model) : interval(prediction, model);
   },
   rows(prediction, policy, model) {
     const limit = regression.limit(policy);
     return [
-      ["Mean", measured(prediction.mean, model), ""],
+      ["Mean", mean(prediction, model), ""],
       ["Interval", interval(prediction, model), limit < Infinity ? `unclear where wider than ${measured(limit, model)}` : "none is unclear"],
       ["Deviation", `noise ${number(prediction.aleatoric)}, model ${number(prediction.epistemic)}`, ""],
     ];
