@@ -93,7 +93,7 @@ from psc_core.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.scoring import dataset_outputs
 from psc_core.settings import FitSettings, settings_where
 from psc_core.stored_images import StoredImages
-from psc_core.tasks.base import Calibrated, Task
+from psc_core.tasks.base import BaseDecisions, Calibrated, Task
 from psc_core.text import align, compose
 
 
@@ -652,9 +652,15 @@ def recalibrate_from_sample(
     promised, shown = (each.largest_error_rate() for each in (model.policy, policy))
     if promised is not None and shown is not None and promised < shown:
         lines[0] += f"; the bundle before promised at most {promised:.3g}"
-    was = _alarms(model, sample.of_class.subset(of_before.nonzero()[:, 0]))
+    known, values = sample.of_class.subset(of_before.nonzero()[:, 0]), sample.of_class.values
+    if values is not None:
+        ends = vars(_decisions(model, known))
+        held = float(((values.numpy() >= ends["lower"]) & (values.numpy() <= ends["upper"])).mean())
+        before, after = (each.calibration.quantile(each.policy.coverage) for each in (model, found))
+        lines.append(f"{held:.0%} of the intervals held; half-width {before:.3g} → {after:.3g} standard deviations")
+    was, of = _alarms(model, known), "of a class" if values is None else "with a number"
     lines += [
-        f"alarms at alpha {policy.alpha:g} on sampled images of a class: {was:.1%} before, at most {policy.alpha:.1%} "
+        f"alarms at alpha {policy.alpha:g} on sampled images {of}: {was:.1%} before, at most {policy.alpha:.1%} "
         f"of such images now on average; {in_practice(policy.alpha, len(found.calibration))}%"
     ]
     for kind, images in sample.others.items():
@@ -667,5 +673,8 @@ def recalibrate_from_sample(
 
 def _alarms(model: FittedModel, images: ImageDataset) -> float:
     """Return the fraction of the images that the model calls out of distribution."""
-    packed = dataset_outputs(model, images, "alarms").packed
-    return float(model.decide(model.outputs(packed.numpy())).is_ood.mean())
+    return float(_decisions(model, images).is_ood.mean())
+
+
+def _decisions(model: FittedModel, images: ImageDataset) -> BaseDecisions:
+    return model.decide(model.outputs(dataset_outputs(model, images, "alarms").packed.numpy()))

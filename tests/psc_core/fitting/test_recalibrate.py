@@ -192,7 +192,15 @@ def test_intervals_of_a_regression(angle_bundle: Path, data_root: Path, tmp_path
     assert data.values is not None
     images = [Logged(dimmed(data, i), "label", repr(float(data.values[i]))) for i in range(60)]
     sample = read_sample(write_log(tmp_path, images), model)
-    new = recalibrate_from_sample(model, sample, {}).model
+    recalibrated = recalibrate_from_sample(model, sample, {})
+    new, before = recalibrated.model, model.predict(next(sample.of_class.batches(60)).images).interval
+    held = ((sample.of_class.values >= before[:, 0]) & (sample.of_class.values <= before[:, 1])).double().mean()
+    widths = (each.calibration.quantile(each.policy.coverage) for each in (model, new))
+    assert (
+        "{:.0%} of the intervals held; half-width {:.3g} → {:.3g} standard deviations".format(held, *widths)
+        in recalibrated.lines
+    )
+    assert any("on sampled images with a number" in line for line in recalibrated.lines)
     found = new.predict(next(sample.of_class.batches(60)).images)
     low, high = found.interval.double().unbind(1)
     values = sample.of_class.values
