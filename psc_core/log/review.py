@@ -169,10 +169,13 @@ def to_label_studio(candidates: Sequence[ReviewImage], prefix: str) -> str:
 
 
 def to_csv(candidates: Sequence[ReviewImage], prefix: str) -> str:
-    """Return a CSV line for each image, with the model's label as ``predicted`` and an empty ``label`` to fill in."""
+    """Return a CSV line for each image, with an empty ``label`` to fill in and the model's class as ``predicted``.
+
+    Numbers are reviewed blind, so without that: a number that is seen draws the one that is given towards it.
+    """
     file = io.StringIO()
     rows = [{**_data(each, prefix), "label": ""} for each in candidates]
-    names = list(rows[0]) if rows else [REQUEST_ID, IMAGE_INDEX, SHA256, "label"]
+    names = max(map(list, rows), key=len) if rows else [REQUEST_ID, IMAGE_INDEX, SHA256, "label"]
     lines = csv.DictWriter(file, names)
     lines.writeheader()
     lines.writerows(rows)
@@ -187,7 +190,7 @@ def _data(each: ReviewImage, prefix: str) -> dict[str, Any]:
         IMAGE_INDEX: row[IMAGE_INDEX],
         SHA256: row[SHA256],
         "model": each.model,
-        "predicted": row["label"],
+        **({} if row["label"] is None else {"predicted": row["label"]}),
         "decision": row["decision"],
         "reason": each.reason,
         "sampled": each.is_sampled,

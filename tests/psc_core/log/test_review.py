@@ -135,6 +135,16 @@ def test_lines_of_a_csv(tmp_path: Path) -> None:
     assert to_csv([], "").startswith("request_id,")
 
 
+def test_numbers_are_reviewed_blind(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 4)
+    add_values(log)
+    chosen = sorted(review(log, Labels()), key=lambda image: image.row["label"] is not None)  # The number first.
+    lines = list(csv.DictReader(io.StringIO(to_csv(chosen, ""))))
+    assert [line["predicted"] for line in lines] == ["", "dog", "dog", "dog", "dog"]
+    assert "predicted" not in to_csv(chosen[:1], "")
+    assert "predicted" not in json.loads(to_label_studio(chosen[:1], ""))[0]["data"]
+
+
 FAR = 3600.0
 ABSTAINED = ["abstain_ood", "abstain_ambiguous"]
 
