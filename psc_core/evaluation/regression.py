@@ -73,10 +73,10 @@ class RegressionReport(Report):
         )
 
     def answers(self) -> dict[str, list[str]]:
-        accepted, alarms = self.accepted, self.false_alarms.count
-        of_these = "" if self.accepted_rmse is None else f"; their RMSE is {self.accepted_rmse:.4g}"
+        accepted, alarms, unit = self.accepted, self.false_alarms.count, f" {self.model['unit']}".rstrip()
+        of_these = "" if self.accepted_rmse is None else f"; their RMSE is {self.accepted_rmse:.4g}{unit}"
         return {
-            "How far off are the numbers?": [f"RMSE {self.errors['rmse']:.4g}, R² {self.errors['r2']:.4f}."],
+            "How far off are the numbers?": [f"RMSE {self.errors['rmse']:.4g}{unit}, R² {self.errors['r2']:.4f}."],
             AUTOMATED: [
                 f"{accepted} of {self.images} images are accepted ({percent(accepted / self.images)}){of_these}.",
                 f"The others go to a person: {alarms} unusual, {self.images - accepted - alarms} uncertain.",
@@ -89,7 +89,7 @@ class RegressionReport(Report):
             or [NO_OTHERS],
             "Do the intervals hold the number?": [
                 describe_rate("Numbers outside of their interval", self.misses),
-                f"An interval is {self.width:.4g} wide on average.",
+                f"An interval is {self.width:.4g}{unit} wide on average.",
             ],
         }
 
@@ -181,7 +181,13 @@ class RegressionEvaluator(Evaluator[PSCRegressor, ScoredNumbers, OriginalNetwork
         missed = (y < inside.interval[:, 0]) | (y > inside.interval[:, 1])
         accepted = inside.accepted
         return RegressionReport(
-            model={"name": model.name, "version": model.version, "layer": model.layer, "target": str(model.target)},
+            model={
+                "name": model.name,
+                "version": model.version,
+                "layer": model.layer,
+                "target": str(model.target),
+                "unit": model.target.unit,
+            },
             id_name=id_data.name,
             images=len(id_data),
             errors=self.quality_of(inside, id_data)[PRIMARY],
