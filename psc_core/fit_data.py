@@ -77,8 +77,8 @@ class FitData:
             suits = task_of_images(train)
             raise UsageError(
                 f"{train.name} has {suits.describe_labels(train)}, which a {found.noun} does not predict; the task of "
-                f"these images is {suits.name}: folders give classes, and tables too where they hold names, or class "
-                "indices that are opened with --task classification"
+                f"these images is {suits.name}, --task {suits.name}: folders give classes, and tables too where they "
+                "hold names, or class indices that are opened with --task classification"
             )
         if train.target != val.target:
             raise DataError(

@@ -75,9 +75,11 @@ def check_output(net: nn.Module, trial: Inputs, outputs: int, *, name: str) -> N
             "axis of the number, or wrap it in a module whose forward returns self.net(x).reshape(-1, 1)"
         )
     if tuple(first.shape) != (1, outputs):
+        of_number = "wrap it in a module whose forward returns the number alone, as self.net(x)[:, :1]"
+        of_classes = "use the labels that it was trained with (classes=[…] in Python, num_classes of a factory), and"
         raise NetworkError(
-            f"expected {name} to return a tensor of shape (1, {outputs}) for one image, got {tuple(first.shape)}; use "
-            "the labels that it was trained with (classes=[…] in Python, num_classes of a factory), and return logits"
+            f"expected {name} to return a tensor of shape (1, {outputs}) for one image, got {tuple(first.shape)}; "
+            + (of_number if outputs == 1 else f"{of_classes} return logits")
         )
     if not bool(first.isfinite().all()):
         raise NetworkError(

@@ -49,7 +49,7 @@ def test_the_networks_own_mean_is_kept(angle_job: TinyJob, turned: Images, tmp_p
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--task", "classification"), "the task of these images is regression"),
+        (("--task", "classification"), "the task of these images is regression, --task regression: "),
         (("--head", "laplace"), "expected head of a regression to be one of blr, dve"),
         (("--coverage", "0.999"), "expected coverage"),
         (("--head-input", "z"), "a regression does not read head_input"),
