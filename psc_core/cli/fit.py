@@ -75,7 +75,8 @@ def parser() -> argparse.ArgumentParser:
     text = "prediction of the network: a class, even where a table holds class indices, or a number"
     group.add_argument("--task", choices=tuple(HEAD_KINDS), help=f"{text} (default: {DEFAULTS.task})")
     text = (
-        "psc: the head's; original: the network's own, scaled by a temperature; auto: the better on validation images"
+        "psc: the head's; original: the network's own, scaled by a temperature; auto: of a classifier the better on "
+        "validation images, of a regression the head's"
     )
     _add_setting(group, "predictions", text)
     kinds = "; ".join(f"for {task}: {', '.join(names)}" for task, names in HEAD_KINDS.items())
