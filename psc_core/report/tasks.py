@@ -28,7 +28,7 @@ from psc_core.report.content import NO_CLASS, PREDICTORS, Facts, Picture, Role, 
 from psc_core.report.page import KNOWN, LIMIT, UNKNOWN, Figures, axes_of, scores
 from psc_core.tasks.classification import Calibration, Classification
 from psc_core.tasks.regression import Calibration as RegressionCalibration
-from psc_core.tasks.regression import Regression
+from psc_core.tasks.regression import Regression, ends
 
 # The words of all tasks.
 TEXTS: Final[Mapping[str, tuple[str, str]]] = {
@@ -433,8 +433,9 @@ class RegressionTaskReport(TaskReport[PSCRegressor, ScoredNumbers]):
         self, images: RegressionSet, policy: RegressionPolicy, calibration: RegressionCalibration
     ) -> tuple[Bool[Tensor, " n"], Bool[Tensor, " n"]]:
         half = calibration.quantile(policy.coverage) * images.deviation.double()
+        lower, upper = map(torch.from_numpy, ends(images.mean.numpy(), half.numpy()))
         widest = math.inf if policy.max_width is None else policy.max_width
-        return ~(2 * half <= widest), (images.values - images.mean.double()).abs() > half
+        return ~(upper - lower <= widest), (images.values < lower) | (images.values > upper)
 
     def policy_lines(self, task: Regression, policy: RegressionPolicy, limits: Mapping[str, float | None]) -> list[str]:
         widest = "" if policy.max_width is None else f"{policy.max_width:g} {task.target.unit}".rstrip()

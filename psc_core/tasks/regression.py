@@ -52,7 +52,7 @@ from psc_core.conformal import (
     thin,
 )
 from psc_core.data.dataset import ImageDataset, known_values
-from psc_core.errors import DataError, FitError
+from psc_core.errors import DataError, FitError, warn
 from psc_core.features import check_features
 from psc_core.heads.base import Features, Head, RegressionData, RegressionHead, Scored, fit_standardisation
 from psc_core.heads.blr import BayesianLinearHead
@@ -81,6 +81,7 @@ if TYPE_CHECKING:
 
 FINITE: Final = (np.finfo(np.float32).min, np.finfo(np.float32).max)
 NEXT: Final = 0.6  # so many ε of its size from a float32, rounded, lies the next one
+NARROW: Final = 1e-5  # relative to the numbers' mean; below that standard deviation the rounding of float32 is seen
 OWN: Final = 1e-4  # standard deviations; a number that is nearer to the mean is the model's own, up to rounding
 CODE_ACCEPT, ABSTAIN_UNCERTAIN, ABSTAIN_OOD = range(len(REGRESSION_DECISIONS))
 
@@ -92,6 +93,12 @@ def _round_up(ends: npt.NDArray[np.float64]) -> FloatArray:
     """
     rounded = np.clip(ends, *FINITE).astype(np.float32)
     return np.where(rounded < np.minimum(ends, FINITE[1]), np.nextafter(rounded, FINITE[1]), rounded)
+
+
+def ends(mean: FloatArray, half: npt.NDArray[np.float64]) -> tuple[FloatArray, FloatArray]:
+    """Return both ends of intervals around means, rounded outward."""
+    center = mean.astype(np.float64)
+    return 0 - _round_up(half - center), _round_up(center + half)  # 0 and not −0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,9 +126,8 @@ class Calibration(BaseCalibration):
         quantile = self.quantile(policy.coverage)
         is_ood = self.is_ood(outputs, policy)
         decision = np.full(len(outputs), CODE_ACCEPT, np.int8)
-        mean = outputs["mean"].astype(np.float64)
-        half = quantile * np.hypot(outputs["aleatoric"], outputs["epistemic"], dtype=np.float64)
-        lower, upper = 0 - _round_up(half - mean), _round_up(mean + half)  # 0 and not −0
+        deviation = np.hypot(outputs["aleatoric"], outputs["epistemic"], dtype=np.float64)
+        lower, upper = ends(outputs["mean"], quantile * deviation)
         if policy.max_width is not None:
             with np.errstate(over="ignore"):  # The width may be beyond every float32, or NaN.
                 decision[~(upper - lower <= policy.max_width)] = ABSTAIN_UNCERTAIN
@@ -337,6 +343,12 @@ class Regression(Task):
         center, scale = values.mean(), values.std(correction=0)
         if not float(scale) > 0:
             raise FitError("expected numbers that differ between images, all are equal; nothing to fit")
+
+        if float(scale) < NARROW * abs(float(center)):
+            warn(
+                f"the numbers spread by {float(scale):.2g} around {float(center):.7g}, of which float32 keeps about "
+                f"seven digits, so intervals are wider by rounding; subtract {float(center):.3g} from all numbers"
+            )
 
         def standard(numbers: Tensor) -> Tensor:
             return (numbers.double().to(device) - center) / scale

@@ -12,13 +12,14 @@ import torch
 from matplotlib.figure import Figure
 
 from psc_core import PSCRegressor, open_dataset
-from psc_core.answers import RegressionPolicy, Target
+from psc_core.answers import REGRESSION_SCORES, RegressionPolicy, Target
 from psc_core.bundle import Bundle, read_bundle
 from psc_core.evaluation.regression import RegressionEvaluator
 from psc_core.report import tasks
 from psc_core.report.content import Content, Role, facts_of
 from psc_core.report.tasks import RegressionSet
-from psc_core.tasks.regression import Calibration, fit_calibration
+from psc_core.tasks.base import Outputs
+from psc_core.tasks.regression import ABSTAIN_UNCERTAIN, Calibration, fit_calibration
 from tests.psc_core.report.support import value_content, value_set
 
 
@@ -51,6 +52,21 @@ def calibration_of(images: RegressionSet) -> Calibration:
 def line(drawn: Figure, label: str) -> tuple[Any, Any]:
     (found,) = (each for each in drawn.axes[0].lines if each.get_label() == label)
     return found.get_data()
+
+
+def test_a_report_judges_as_the_service_decides() -> None:
+    """Around 1e7 float32 has whole numbers alone, to which ends are rounded outward."""
+    images = random_set(300)
+    images = replace(images, mean=images.mean + 1e7, values=(images.values + 1e7).round())
+    calibration, policy = calibration_of(images), RegressionPolicy(alpha=0.05, max_width=4.0, coverage=0.9)
+    packed = torch.zeros(300, len(REGRESSION_SCORES))
+    for name, column in (("mean", images.mean), ("aleatoric", images.deviation), ("ood_p_value", torch.ones(300))):
+        packed[:, REGRESSION_SCORES.index(name)] = column
+    decided = calibration.decide(Outputs(packed.numpy(), REGRESSION_SCORES, ()), policy)
+    unclear, wrong = tasks.RegressionTaskReport().judge(images, policy, calibration)
+    assert unclear.tolist() == (decided.decision == ABSTAIN_UNCERTAIN).tolist() and 0 < unclear.sum() < 300
+    y = images.values.numpy()
+    assert wrong.tolist() == ((y < decided.lower) | (y > decided.upper)).tolist()
 
 
 def test_coverage_counts_what_the_intervals_hold() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from psc_core.tasks.regression import (
 from tests.conftest import TinyJob
 from tests.decisions import Decider
 from tests.psc_core.data.test_dataset import numbers
+from tests.psc_core.heads.regressions import fit_head, images
 
 TASK = Regression(target=Target(name="angle", unit="degrees"))
 ROWS = [[10.0, 3.0, 4.0, -1.0, 1.0, 0.5, 0.125], [-2.0, 0.5, 0.0, -9.0, 9.0, 0.01, 0.25], [1.0, 6.0, 8.0, 0, 0, 1, 1]]
@@ -166,12 +168,12 @@ def test_predictions_in_place_of_measured_numbers_are_refused(own: int, is_refus
     error[:own] *= 1e-6  # Another batch size may round otherwise.
     values = mean.double() + 3 * error.double()
     scored = Scored({"mean": mean, "aleatoric": torch.full((100,), 3.0), "epistemic": torch.zeros(100)}, mean[:, None])
-    images, settings = numbers(values.tolist()), FitSettings(task="regression", device="cpu")
+    of, settings = numbers(values.tolist()), FitSettings(task="regression", device="cpu")
     if is_refused:
         with pytest.raises(DataError, match=rf"{own} of 100 numbers are what the model predicts.*measured numbers"):
-            Regression.calibrate(scored, torch.zeros(100), images, settings)
+            Regression.calibrate(scored, torch.zeros(100), of, settings)
     else:
-        assert Regression.calibrate(scored, torch.zeros(100), images, settings).calibration.quantile(0.95) > 1
+        assert Regression.calibrate(scored, torch.zeros(100), of, settings).calibration.quantile(0.95) > 1
 
 
 def test_a_constant_that_is_mostly_right_is_no_copy_of_the_predictions() -> None:
@@ -179,10 +181,10 @@ def test_a_constant_that_is_mostly_right_is_no_copy_of_the_predictions() -> None
     mean = torch.cat([torch.zeros(60), torch.linspace(1, 9, 40)])
     values = mean.double() + torch.cat([torch.zeros(60), torch.ones(40)]).double()
     scored = Scored({"mean": mean, "aleatoric": torch.ones(100), "epistemic": torch.zeros(100)}, mean[:, None])
-    images, settings = numbers(values.tolist()), FitSettings(task="regression", device="cpu")
-    assert Regression.calibrate(scored, torch.zeros(100), images, settings).calibration.quantile(0.95) == 1
+    of, settings = numbers(values.tolist()), FitSettings(task="regression", device="cpu")
+    assert Regression.calibrate(scored, torch.zeros(100), of, settings).calibration.quantile(0.95) == 1
     with pytest.raises(DataError, match="60 of 100 numbers are what the model predicts"):
-        Regression.calibrate(scored, torch.zeros(100), images, settings.changed({"coverage": 0.5}))
+        Regression.calibrate(scored, torch.zeros(100), of, settings.changed({"coverage": 0.5}))
 
 
 @pytest.mark.parametrize(
@@ -300,6 +302,15 @@ def test_many_numbers_fill_bins_alike() -> None:
     train = label_in_bins(numbers([float(i) for i in range(400)]), quantile_edges(torch.arange(400.0)))
     assert train.labels.bincount().tolist() == [40] * 10
     assert (train.classes[0], train.classes[1], train.classes[-1]) == ("below 40", "40 to 80", "360 and above")
+
+
+@pytest.mark.parametrize(("offset", "is_said"), [(1e7, True), (1e3, False)])
+def test_a_spread_that_float32_rounds_away_is_said(offset: float, is_said: bool) -> None:
+    z, y = images(200, 3)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit_head(z, offset + y / 10, z, offset + y / 10)
+    assert [str(each.message).partition(";")[2] for each in said] == [" subtract 1e+07 from all numbers"] * is_said
 
 
 def test_equal_numbers_are_refused() -> None:
