@@ -81,6 +81,7 @@ if TYPE_CHECKING:
 
 FINITE: Final = (np.finfo(np.float32).min, np.finfo(np.float32).max)
 NEXT: Final = 0.6  # so many ε of its size from a float32, rounded, lies the next one
+SPREADS: Final = (1e-15, 1e15)  # standard deviations of the numbers that a model can be fitted to
 NARROW: Final = 1e-5  # relative to the numbers' mean; below that standard deviation the rounding of float32 is seen
 OWN: Final = 1e-4  # standard deviations; a number that is nearer to the mean is the model's own, up to rounding
 CODE_ACCEPT, ABSTAIN_UNCERTAIN, ABSTAIN_OOD = range(len(REGRESSION_DECISIONS))
@@ -320,6 +321,12 @@ class Regression(Task):
     def of_images(cls, train: ImageDataset) -> Regression:
         if train.target is None:
             raise DataError(f"expected numbers in {train.name}, got {len(train.classes)} classes; give a table")
+        spread = float(known_values(train.values).std(correction=0))
+        if not (spread == 0 or SPREADS[0] <= spread <= SPREADS[1]):  # All equal, they are refused elsewhere.
+            raise DataError(
+                f"the numbers of {train.name} spread by {spread:.2g}, whose square float32 cannot hold; give them in a "
+                f"unit in which they spread by {SPREADS[0]:g} to {SPREADS[1]:g}"
+            )
         return cls(target=train.target)
 
     @classmethod

@@ -304,6 +304,13 @@ def test_many_numbers_fill_bins_alike() -> None:
     assert (train.classes[0], train.classes[1], train.classes[-1]) == ("below 40", "40 to 80", "360 and above")
 
 
+@pytest.mark.parametrize("spread", [1e-16, 1e-21, 1e16, 1e30])
+def test_a_spread_that_float32_cannot_square_is_refused(spread: float) -> None:
+    with pytest.raises(DataError, match="give them in a unit in which they spread by 1e-15 to 1e"):
+        Regression.of_images(numbers([0.0, 2 * spread, 0.0, 2 * spread]))
+    assert Regression.of_images(numbers([0.0, 2e-15, 0.0, 2e-15])).target.name == "age"
+
+
 @pytest.mark.parametrize(("offset", "is_said"), [(1e7, True), (1e3, False)])
 def test_a_spread_that_float32_rounds_away_is_said(offset: float, is_said: bool) -> None:
     z, y = images(200, 3)
