@@ -313,8 +313,8 @@ class Regression(Task):
         values = known_values(images.values)
         if bool((values == values[0]).all()):
             raise DataError(
-                f"expected numbers that differ in each half of the validation images, of {images.name} all "
-                f"{len(values)} of one half are {float(values[0]):g}; give more validation images"
+                f"expected numbers that differ in each half of the validation images and among those that calibrate, "
+                f"of {images.name} all {len(values)} are {float(values[0]):g}; give more images"
             )
 
     @classmethod
@@ -391,6 +391,7 @@ class Regression(Task):
 
         Without a ``max_width`` it is the width of one interval for all images: a wider one says less than none.
         """
+        cls.check_half(images)
         values, mean = known_values(images.values), scored.scores["mean"]
         deviation = torch.hypot(scored.scores["aleatoric"], scored.scores["epistemic"])
         calibration = fit_calibration(ood_score, mean, deviation, values, weights)

@@ -320,6 +320,12 @@ def test_a_spread_that_float32_rounds_away_is_said(offset: float, is_said: bool)
     assert [str(each.message).partition(";")[2] for each in said] == [" subtract 1e+07 from all numbers"] * is_said
 
 
+def test_equal_numbers_calibrate_nothing() -> None:
+    scored = Scored(dict.fromkeys(("mean", "aleatoric", "epistemic"), torch.ones(100)), torch.ones(100, 0))
+    with pytest.raises(DataError, match="those that calibrate, of some all 100 are 5; give more"):
+        Regression.calibrate(scored, torch.zeros(100), numbers([5.0] * 100), FitSettings(task="regression"))
+
+
 def test_equal_numbers_are_refused() -> None:
     with pytest.raises(DataError, match="all are 4; nothing to fit"):
         quantile_edges(torch.full((30,), 4.0))
