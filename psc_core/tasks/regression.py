@@ -245,10 +245,10 @@ def quantile_edges(values: Float[Tensor, " n"]) -> Float[Tensor, " edges"]:
 
 def label_in_bins(dataset: ImageDataset, edges: Float[Tensor, " edges"]) -> ImageDataset:
     """Return ``dataset`` labelled with the bin of each number; one that equals an edge belongs to the bin above."""
-    ends = ["", *(f"{edge:.4g}" for edge in edges.tolist()), ""]
+    shown = ([float(f"{edge:.{digits}g}") for edge in edges.tolist()] for digits in range(4, 18))
+    apart = next(each for each in shown if len(set(each)) == len(edges))  # 17 digits tell any two apart.
+    ends = ["", *(str(edge).removesuffix(".0") for edge in apart), ""]
     names = [_bin_name(low, high) for low, high in pairwise(ends)]
-    if len(set(names)) < len(names):  # Numbers that four digits do not tell apart.
-        names = [f"{name} (bin {index})" for index, name in enumerate(names)]
     labels = torch.bucketize(known_values(dataset.values), edges, right=True)
     return replace(dataset, labels=labels, classes=tuple(names))
 

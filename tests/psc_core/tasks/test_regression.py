@@ -304,6 +304,12 @@ def test_many_numbers_fill_bins_alike() -> None:
     assert (train.classes[0], train.classes[1], train.classes[-1]) == ("below 40", "40 to 80", "360 and above")
 
 
+def test_bins_have_the_digits_that_tell_them_apart() -> None:
+    values = [101_300 + index / 4 for index in range(60)]
+    names = label_in_bins(numbers(values), quantile_edges(torch.tensor(values, dtype=torch.float64))).classes
+    assert names == ("below 101300", "101300 to 101310", "101310 and above")
+
+
 @pytest.mark.parametrize("spread", [1e-16, 1e-21, 1e16, 1e30])
 def test_a_spread_that_float32_cannot_square_is_refused(spread: float) -> None:
     with pytest.raises(DataError, match="give them in a unit in which they spread by 1e-15 to 1e"):
