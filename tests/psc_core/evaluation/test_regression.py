@@ -68,6 +68,8 @@ def test_command_line_writes_what_it_prints(
     for text in ((tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text(), printed):
         assert re.search(rf"RMSE\W.*?{written['errors']['rmse']:.4g}\b", text, re.DOTALL)
         assert "target 10 %" in text and f"{written['misses']['count']} of {written['images']}" in text
+    assert f"RMSE {written['errors']['rmse']:.4g} degrees, R²" in printed
+    assert f"An interval is {written['width']:.4g} degrees wide" in printed
     images = f"rotated-mnist:{data_root}"
     assert main([*flags, "--overwrite", "--weights", "w", "--train", images, "--val", images]) == 2
     assert "a regression has no baselines" in capsys.readouterr().err
