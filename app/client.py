@@ -269,6 +269,8 @@ class _Requests:
         wait_s = self._retry.wait_s(attempt, outcome)
         if wait_s is not None:
             return wait_s
+        if isinstance(outcome, httpx.PoolTimeout):
+            raise ConnectionFailed("all connections of this client were in use; make fewer calls at once") from outcome
         if isinstance(outcome, httpx.HTTPError):
             reason, url = str(outcome) or type(outcome).__name__, outcome.request.url
             raise ConnectionFailed(f"no answer from {url} ({reason}); is the service running there?") from outcome
@@ -449,7 +451,10 @@ class Client(_Requests):
 
 
 class AsyncClient(_Requests):
-    """An asynchronous client; use it as an asynchronous context manager.  Its arguments are :class:`Client`'s."""
+    """An asynchronous client; use it as an asynchronous context manager.  Its arguments are :class:`Client`'s.
+
+    A request that was sent keeps its connection until it is answered, also if its call is cancelled.
+    """
 
     def __init__(
         self,
@@ -462,6 +467,7 @@ class AsyncClient(_Requests):
     ) -> None:
         super().__init__(url, api_key, timeout_s, retry)
         self._http = httpx.AsyncClient(**self._options, transport=transport)
+        self._sending: set[asyncio.Task[httpx.Response]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -499,11 +505,20 @@ class AsyncClient(_Requests):
         while True:
             attempt += 1
             outcome: httpx.Response | httpx.HTTPError
+            # It ends even if the call is cancelled: httpcore would keep its place in the pool for ever.
+            sending = asyncio.create_task(self._http.send(request))
+            self._sending.add(sending)
+            sending.add_done_callback(self._sent)
             try:
-                outcome = await self._http.send(request)
+                outcome = await asyncio.shield(sending)
             except httpx.HTTPError as error:
                 outcome = error
             step = self._next(attempt, outcome)
             if isinstance(step, httpx.Response):
                 return step
             await asyncio.sleep(step)
+
+    def _sent(self, sending: asyncio.Task[httpx.Response]) -> None:
+        self._sending.discard(sending)
+        if not sending.cancelled():
+            sending.exception()  # Or asyncio would log that nobody has asked for it.

@@ -154,6 +154,31 @@ def test_connection_errors_are_retried_only_when_nothing_was_sent(send: Send, wa
         send(Script(*[httpx.ConnectError("refused")] * 2), retry=Retry(attempts=2))
 
 
+def test_cancelled_calls_leave_room_for_others() -> None:
+    """Cancelled at every point of a call, and more often at each than there may be connections."""
+
+    async def call(url: str) -> str:
+        transport = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=3))
+        async with AsyncClient(url, retry=Retry(attempts=1), timeout_s=10.0, transport=transport) as client:
+            for turns in range(20):
+                for _ in range(4):
+                    task = asyncio.create_task(client.model())
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+            name: str = (await client.model())["name"]
+            return name
+
+    with live_server() as url:
+        assert asyncio.run(call(url)) == "m"
+
+
+def test_a_full_pool_is_not_called_an_absent_service(send: Send, waits: list[float]) -> None:
+    with pytest.raises(ConnectionFailed, match="fewer calls at once"):
+        send(Script(httpx.PoolTimeout("")), retry=Retry(attempts=1))
+
+
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
