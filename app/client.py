@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -245,6 +246,11 @@ def _known(options: Options, kind: type[Options]) -> dict[str, Any]:
     return {**options}
 
 
+def _shown(url: object) -> str:
+    """Return a URL without its user and password."""
+    return re.sub("//.*@", "//", str(url))
+
+
 class _Requests:
     """What both clients share: every request, when to send it again, and how its answer is read; they only send it."""
 
@@ -254,7 +260,7 @@ class _Requests:
         except httpx.InvalidURL:
             scheme = ""
         if scheme not in ("http", "https"):
-            raise InputError(f"expected a URL such as {DEFAULT_URL}, got {url!r}; give http:// or https://")
+            raise InputError(f"expected a URL such as {DEFAULT_URL}, got {_shown(url)!r}; give http:// or https://")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
             raise InputError("expected an API key of printable ASCII with no space around it; check the key")
         self._retry = retry
@@ -272,7 +278,7 @@ class _Requests:
         if isinstance(outcome, httpx.PoolTimeout):
             raise ConnectionFailed("all connections of this client were in use; make fewer calls at once") from outcome
         if isinstance(outcome, httpx.HTTPError):
-            reason, url = str(outcome) or type(outcome).__name__, outcome.request.url
+            reason, url = str(outcome) or type(outcome).__name__, _shown(outcome.request.url)
             raise ConnectionFailed(f"no answer from {url} ({reason}); is the service running there?") from outcome
         return outcome
 
@@ -341,7 +347,7 @@ def _document(response: httpx.Response) -> dict[str, Any]:
         raise _problem(response)
     document = _json(response)
     if document is None:
-        raise BadAnswer(f"expected a JSON object from {response.url}, got something else; check the URL")
+        raise BadAnswer(f"expected a JSON object from {_shown(response.url)}, got something else; check the URL")
     return document
 
 

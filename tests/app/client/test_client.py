@@ -18,6 +18,7 @@ from app.client import (
     BadAnswer,
     ClassificationResponse,
     Client,
+    ClientError,
     ConnectionFailed,
     InputError,
     NotAllowed,
@@ -235,6 +236,18 @@ def test_rejects_bad_input_before_sending(send: Send, tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         Retry(attempts=0)
     assert script.requests == []
+
+
+def test_the_password_of_a_url_is_not_printed() -> None:
+    secret = "http://me:secret@host"
+    for reply in (httpx.ReadTimeout(""), httpx.Response(200, text="hello")):
+        with Client(secret, transport=Script(reply).transport) as client, pytest.raises(ClientError) as failed:
+            client.model()
+        assert "host/model" in str(failed.value) and "secret" not in str(failed.value)
+    for url in ("ftp://me:secret@host", "http://me:secret@[::1"):
+        with pytest.raises(InputError) as refused:
+            Client(url)
+        assert "secret" not in str(refused.value)
 
 
 def test_sends_file_names_that_are_not_text(send: Send, tmp_path: Path) -> None:
