@@ -17,7 +17,8 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -256,11 +257,12 @@ class _Requests:
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float, retry: Retry) -> None:
         try:
-            scheme = httpx.URL(url).scheme
-        except httpx.InvalidURL:
+            parsed = httpx.URL(url)
+            scheme = parsed.scheme if parsed.raw_host.decode().encode("idna") else ""  # As the name is looked up.
+        except (httpx.InvalidURL, UnicodeError):
             scheme = ""
         if scheme not in ("http", "https"):
-            raise InputError(f"expected a URL such as {DEFAULT_URL}, got {_shown(url)!r}; give http:// or https://")
+            raise InputError(f"expected a URL such as {DEFAULT_URL}, got {_shown(url)!r}; check http:// and the host")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
             raise InputError("expected an API key of printable ASCII with no space around it; check the key")
         self._retry = retry
@@ -269,6 +271,18 @@ class _Requests:
             "timeout": timeout_s,
             "headers": {} if api_key is None else {"X-API-Key": api_key},
         }
+
+    @contextmanager
+    def _environment(self) -> Iterator[None]:
+        """Refuse what the environment says of proxies and certificates if httpx cannot use it."""
+        try:
+            yield
+        except (httpx.InvalidURL, ImportError, OSError, ValueError) as error:
+            reason = "not a URL" if isinstance(error, httpx.InvalidURL) else error  # Whose text may have a password.
+            raise InputError(
+                f"cannot use the proxy or certificates of the environment ({reason}); check ALL_PROXY, HTTP_PROXY, "
+                "HTTPS_PROXY, NO_PROXY, SSL_CERT_FILE and SSL_CERT_DIR"
+            ) from error
 
     def _next(self, attempt: int, outcome: httpx.Response | httpx.HTTPError) -> httpx.Response | float:
         """Return the answer, or the seconds to wait before the request is sent again; raise if no attempt is left."""
@@ -387,7 +401,8 @@ class Client(_Requests):
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         super().__init__(url, api_key, timeout_s, retry)
-        self._http = httpx.Client(**self._options, transport=transport)
+        with self._environment():
+            self._http = httpx.Client(**self._options, transport=transport)
 
     def __enter__(self) -> Self:
         return self
@@ -472,7 +487,8 @@ class AsyncClient(_Requests):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(url, api_key, timeout_s, retry)
-        self._http = httpx.AsyncClient(**self._options, transport=transport)
+        with self._environment():
+            self._http = httpx.AsyncClient(**self._options, transport=transport)
         self._sending: set[asyncio.Task[httpx.Response]] = set()
 
     async def __aenter__(self) -> Self:

@@ -32,6 +32,8 @@ from app.client import (
     Unavailable,
     retry_after_seconds,
 )
+from app.client_cli import main
+from psc_core.errors import ExitCode
 from tests.app.client.support import MODEL, TRACERESPONSE, Script, answer, numbers, problem
 from tests.app.fakes import png
 from tests.app.live import live_server
@@ -225,7 +227,7 @@ def test_rejects_bad_input_before_sending(send: Send, tmp_path: Path) -> None:
             client.predict([])
         with pytest.raises(InputError):
             client.predict("image.png")
-    for url in ("localhost:8000", "http://[::1"):
+    for url in ("localhost:8000", "http://[::1", "http://a..b", "http://", f"http://{'a' * 64}.org"):
         with pytest.raises(InputError):
             Client(url)
     for key in ("schlüssel", "two\nlines", " secret", "secret ", " "):  # h11 would quote the last ones.
@@ -248,6 +250,23 @@ def test_the_password_of_a_url_is_not_printed() -> None:
         with pytest.raises(InputError) as refused:
             Client(url)
         assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("HTTP_PROXY", "ftp://proxy"), ("HTTP_PROXY", "http://me:secret@[::1"), ("NO_PROXY", "[::1]")),
+        *(("SSL_CERT_FILE", "absent.pem"), ("SSL_CERT_FILE", __file__)),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv("ALL_PROXY", "http://proxy")  # So that NO_PROXY is read.
+    monkeypatch.setenv(name, value)
+    for client_type in (Client, AsyncClient):
+        with pytest.raises(InputError, match=name) as caught:
+            client_type()
+        assert "secret" not in str(caught.value)
+    assert main(["x.png"], environment={}) == ExitCode.BAD_INPUT
 
 
 def test_sends_file_names_that_are_not_text(send: Send, tmp_path: Path) -> None:
