@@ -91,6 +91,9 @@ class ClientError(Exception):
 
     index: int | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Exception.__new__, (type(self), *self.args), self.__dict__  # Not by __init__, which takes no text.
+
 
 class InputError(ClientError):
     """An image cannot be read here, or the URL or the API key cannot be used; nothing was sent."""

@@ -1,6 +1,8 @@
 """The client and ``psc-predict`` against a scripted service."""
 
 import asyncio
+import copy
+import pickle
 import subprocess
 import sys
 import time
@@ -196,6 +198,15 @@ def test_problems_raise_by_kind_and_are_not_retried(send: Send, status: int, kin
     error = caught.value
     assert (error.status, error.title, error.detail, error.type) == (status, "Kind", "what was wrong", "urn:x")
     assert (error.index, error.filename, error.trace_id) == (1, "b.png", TRACERESPONSE.split("-")[1])
+
+
+@pytest.mark.parametrize("through", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_errors_travel_between_processes(through: Callable[[ClientError], ClientError]) -> None:
+    with Client(transport=Script(problem(422, index=1)).transport) as client, pytest.raises(Refused) as caught:
+        client.model()
+    for error in (caught.value, InputError("absent", 1), ConnectionFailed("gone")):
+        again = through(error)
+        assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
 
 def test_errors_without_a_problem_document(send: Send) -> None:
