@@ -360,6 +360,9 @@ def _problem(response: httpx.Response) -> ProblemError:
 
 
 def _document(response: httpx.Response) -> dict[str, Any]:
+    if response.is_redirect:
+        target = _shown(response.headers.get("location", "another place"))
+        raise BadAnswer(f"{_shown(response.url)} sends to {target!r}; check the URL, and https or http")
     if not response.is_success:
         raise _problem(response)
     document = _json(response)

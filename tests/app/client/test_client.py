@@ -227,6 +227,12 @@ def test_answers_of_another_service(send: Send, body: dict[str, Any]) -> None:
         send(Script(httpx.Response(200, **body)))
 
 
+@pytest.mark.parametrize("status", [301, 302, 304, 307, 308])
+def test_a_redirect_names_its_target(send: Send, status: int) -> None:
+    with pytest.raises(BadAnswer, match="https://elsewhere/predict"):
+        send(Script(httpx.Response(status, headers={"location": "https://elsewhere/predict"})))
+
+
 def test_rejects_bad_input_before_sending(send: Send, tmp_path: Path) -> None:
     script = Script()
     with pytest.raises(InputError, match="absent"):
