@@ -133,22 +133,20 @@ def outcomes(client: Client, images: Sequence[str], options: argparse.Namespace)
         yield from zip(batch, _batch(ask, batch), strict=True)
 
 
-def _batch(ask: Callable[[Sequence[str]], Response], images: Sequence[str]) -> list[Outcome]:
+def _batch(ask: Callable[[Sequence[str]], Response], images: Sequence[str]) -> Iterator[Outcome]:
     """Ask about a batch; ask again without an image at fault, and in halves if the body is too large."""
-    outcomes: list[Outcome] = []
     left: list[Sequence[str] | ClientError] = [images]  # A stack: the next part is the last.
     while left:
         part = left.pop()
         if isinstance(part, ClientError):
-            outcomes.append(part)
+            yield part
         elif part:
             try:
                 answer = ask(part)
             except ClientError as error:
                 left += reversed(_without_fault(part, error))
             else:
-                outcomes += [Answered(answer.model, prediction) for prediction in answer.predictions]
-    return outcomes
+                yield from (Answered(answer.model, prediction) for prediction in answer.predictions)
 
 
 def _without_fault(images: Sequence[str], error: ClientError) -> list[Sequence[str] | ClientError]:

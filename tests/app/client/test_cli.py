@@ -151,6 +151,13 @@ def test_answers_are_kept_when_the_service_goes(files: list[str], capsys: pytest
     assert len(output.out.splitlines()) == 3 and output.err.count("\n") == 1
 
 
+def test_answers_of_a_part_are_kept_when_the_rest_fails(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(Script(problem(422, index=1), answer(1), problem(500)), *files, "--json") == 1
+    documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [document["image"] for document in documents] == files[:2]
+    assert ["error" in document for document in documents] == [False, True]
+
+
 def test_folders(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "deeper").mkdir()
     (tmp_path / "deeper" / "four.JPG").write_bytes(b"image")
