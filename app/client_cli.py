@@ -84,7 +84,7 @@ def parser(environment: Mapping[str, str] | None = None) -> argparse.ArgumentPar
     cli.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     text = "number of images per request (default: 32)"
     cli.add_argument("--batch-size", type=positive, default=32, metavar="N", help=text)
-    text = "longest time to wait for an answer (default: 60)"
+    text = "longest time without progress of an attempt, of which there are at most 4 (default: 60)"
     cli.add_argument("--timeout", type=positive_number, default=60.0, metavar="SECONDS", help=text)
     return cli
 
