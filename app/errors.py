@@ -118,9 +118,9 @@ class UnsupportedEncoding(ServiceError, answer=(415, "unsupported-encoding", "Un
 class Overloaded(ServiceError):
     """The service cannot take on more work now."""
 
-    def __init__(self, message: str, *, retry_after: int) -> None:
+    def __init__(self, message: str, *, retry_after: int | None = None) -> None:
         super().__init__(message)
-        self.retry_after = retry_after  # the whole seconds after which a retry should find room
+        self.retry_after = retry_after  # the whole seconds after which a retry should find room, if that is known
 
 
 class QueueFull(Overloaded, answer=(429, "queue-full", "The queue is full")):
@@ -135,7 +135,7 @@ class ReloadRunning(ServiceError, answer=(409, "reload-running", "A reload is ru
     """A reload was asked for while another one is running."""
 
 
-class NotReady(ServiceError, answer=(503, "not-ready", "Not ready")):
+class NotReady(Overloaded, answer=(503, "not-ready", "Not ready")):
     """The model is loading, warming up or draining, or its device has failed."""
 
 
@@ -216,7 +216,7 @@ def problem_of(error: BaseException) -> tuple[ProblemDocument, dict[str, str]]:
         members = {"index": error.index, "filename": error.name and shorten(error.name, MAX_DETAIL)}
     if isinstance(error, InferenceFailed):
         members = {"index": error.index}
-    if isinstance(cause, Overloaded):
+    if isinstance(cause, Overloaded) and cause.retry_after is not None:
         headers["retry-after"] = str(cause.retry_after)
         members["retry_after_seconds"] = cause.retry_after
     if isinstance(cause, Unauthorized):
@@ -279,7 +279,7 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         status: {
             "description": ". ".join(title for of, title in _TITLES if of == status) + ".",
             "content": {MEDIA_TYPE: {"schema": schema}},
-            **({"headers": _RETRY_AFTER} if status == 429 else {}),
+            **({"headers": _RETRY_AFTER} if status in (429, 503) else {}),
         }
         for status in statuses
     }

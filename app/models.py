@@ -397,7 +397,7 @@ class Registry:
             raise UnknownModel(f"no model {name!r}; the models are {', '.join(self.names)}")
         if name in self.unloaded:
             raise NotReady(f"model {name!r} was unloaded; load it")
-        raise NotReady(f"model {name!r} is loading; try again in a few seconds")
+        raise NotReady(f"model {name!r} is loading; try again in 5 s", retry_after=5)
 
     def reasons(self) -> dict[str, str]:
         """Return why a model that should be ready is not, by model name; empty if all are ready."""

@@ -244,7 +244,7 @@ class Engine:
 
     def _check_warm(self) -> None:
         if self.phase is Phase.WARMING:
-            raise NotReady(f"model {self.name!r} is warming up; try again in a few seconds")
+            raise NotReady(f"model {self.name!r} is warming up; try again in 5 s", retry_after=5)
 
     def _call_on_loop(self, action: Callable[..., None], *arguments: Any) -> None:
         try:

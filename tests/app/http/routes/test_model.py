@@ -135,7 +135,8 @@ async def test_not_ready_is_503_until_warm() -> None:
         response = await app.client.get("/readyz")
         assert response.status_code == 503
         assert response.json() == {"status": "not ready", "reasons": {"m": "loading"}}
-        check_problem(await app.client.post("/predict", content=png(1), headers=PNG), 503, "not-ready")
+        refused = await app.client.post("/predict", content=png(1), headers=PNG)
+        assert check_problem(refused, 503, "not-ready")["retry_after_seconds"] == int(refused.headers["retry-after"])
         assert (await app.client.get("/healthz")).json() == {"status": "ok"}
         assert (await app.client.head("/readyz")).status_code == 503
         for path in ("/v2/health/ready", "/v2/models/m/ready", "/v2/models/m/versions/v1/ready"):
