@@ -39,7 +39,7 @@ from app.errors import (
     problem_response,
 )
 from app.http.body import has_disconnected, parse_query, read_images
-from app.http.middleware import RequestLimits, announced_bytes
+from app.http.middleware import ProblemCORS, RequestLimits, announced_bytes
 from app.http.model import QUERY
 from app.inference.decoder import Decoder, EncodedImage, fingerprints
 from app.memory import COPIES, PIXEL_BYTES, MemoryBudget, process_memory, resident_bytes
@@ -59,6 +59,8 @@ _RELEASE_SECONDS: Final = 5.0  # the shortest time between two such returns
 _SILENT_SECONDS: Final = 5.0  # after which an engine that nobody would replace counts as dead
 _MEET_SECONDS: Final = 10.0  # the longest time that a new front waits for the engine before it answers without
 _TRACE: Final = b"traceparent"
+# What says that the process is alive, by path.
+_ALIVE: Final = {"/healthz": b'{"status":"ok"}', "/v2/health/live": b'{"live":true}'}
 # What the engine needs to know of a request.
 _PASSED_ON: Final = (
     "type", "http_version", "server", "client", "scheme", "method", "root_path", "path", "raw_path", "query_string",
@@ -129,6 +131,8 @@ class Front:
         # Twice its share: connections spread unevenly, and a batch waits for the front that has most of them.
         self._decoders = ThreadPoolExecutor(max(1, 2 * settings.decoders // board.fronts), "psc-decode")
         self._limits = RequestLimits(self._take, service=self)
+        origins = settings.cors_origins
+        self._alone = ProblemCORS(self._answer_alone, origins=origins) if origins else self._answer_alone
         self._numbers = itertools.count(os.getpid() << 32)
         self._calls: dict[int, _Call] = {}
         self._models: dict[str, DecodingModel] = {}
@@ -144,7 +148,7 @@ class Front:
             await self._live(receive, send)
             return
         if self._engine != self._board.engine:
-            await self._answer_alone(scope, receive, send)
+            await self._alone(scope, receive, send)
             return
         state: dict[str, Any] = {"began": time.perf_counter()}
         scope["state"] = state
@@ -280,7 +284,7 @@ class Front:
                     continue
                 if kind == END:
                     if not has_begun:
-                        await self._answer_alone(scope, receive, send)
+                        await self._alone(scope, receive, send)
                     return  # Without the rest of the answer, uvicorn closes the connection.
                 if kind == ANSWER:
                     status, given, *parts = parts
@@ -318,13 +322,15 @@ class Front:
 
     async def _answer_alone(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer while there is no engine: this process is alive, but predicts nothing."""
-        path = scope["path"].removeprefix(self._prefix)
-        if path == "/healthz":
-            await Response(b'{"status":"ok"}', media_type="application/json")(scope, receive, send)
-            return
-        error = EngineLost("the engine that predicts is being replaced; try again in 5 s", retry_after=5)
-        problem, headers = problem_of(error)
-        await problem_response(problem, headers, scope, None)(scope, receive, send)
+        alive = _ALIVE.get(scope["path"].removeprefix(self._prefix))
+        trace = {"traceresponse": trace_of_request(scope["headers"]).traceparent}
+        if alive is not None:
+            response = Response(alive, headers=trace, media_type="application/json")
+        else:
+            error = EngineLost("the engine that predicts is being replaced; try again in 5 s", retry_after=5)
+            problem, headers = problem_of(error)
+            response = problem_response(problem, headers | trace, scope, None)
+        await response(scope, receive, send)
 
     def _on_message(self, message: tuple[Any, ...]) -> None:
         kind, subject, *parts = message

@@ -28,7 +28,6 @@ from app import tracing
 from app.errors import Application
 from app.http import feedback, model, v2
 from app.http.middleware import DirectRoutes, HostAllowList, ProblemCORS, ProblemResponses, RequestLimits, Telemetry
-from app.http.v2 import HEADER
 from app.log import LogWriter
 from app.metrics import Metrics, forget_dead_processes
 from app.models import ModelStarter, Registry, load_bundle
@@ -210,12 +209,6 @@ def _add_middleware(app: FastAPI, service: Service) -> None:
         app.add_middleware(HostAllowList, allowed_hosts=settings.allowed_hosts, www_redirect=False)
     app.add_middleware(Telemetry, service=service)
     if settings.cors_origins:  # Outside the one that answers errors: a browser hides an answer without these headers.
-        app.add_middleware(
-            ProblemCORS,
-            allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["Retry-After", "traceresponse", HEADER],
-        )
+        app.add_middleware(ProblemCORS, origins=settings.cors_origins)
     if settings.access_log:  # It only replaces the client's address, which nothing but the access log reads.
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1"))

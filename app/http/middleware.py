@@ -19,6 +19,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import MEDIA_TYPE, BodyTooLarge, TooManyRequests, UnsupportedEncoding, error_response, make_problem
+from app.http.v2 import HEADER
 from app.memory import COPIES, MemoryBudget
 from app.metrics import Metrics
 from app.service import Service
@@ -142,6 +143,15 @@ class HostAllowList(TrustedHostMiddleware):
 
 class ProblemCORS(CORSMiddleware):
     """Starlette's CORS, except that a refused preflight request is answered with a problem document."""
+
+    def __init__(self, app: ASGIApp, *, origins: Sequence[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After", "traceresponse", HEADER],
+        )
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)

@@ -509,6 +509,20 @@ async def test_a_front_whose_parent_and_engine_were_killed_answers(monkeypatch: 
 
 
 @pytest.mark.anyio
+async def test_a_front_alone_answers_as_the_application_does() -> None:
+    place, origin = Place.make(0, 1 << 16), {"origin": "https://page.example"}
+    front = Front(Settings(cors_origins=(origin["origin"],)), Board(1), place, on_start=lambda: None)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://test") as client:
+        answers = [await client.get(path, headers=origin) for path in ("/healthz", "/v2/health/live", "/predict")]
+    place.close()
+    assert [answer.status_code for answer in answers] == [200, 200, 503]
+    assert [answer.json() for answer in answers[:2]] == [{"status": "ok"}, {"live": True}]
+    for answer in answers:
+        assert answer.headers["access-control-allow-origin"] == origin["origin"]
+        assert len(answer.headers["traceresponse"].split("-")) == 4
+
+
+@pytest.mark.anyio
 async def test_a_new_front_ends_the_requests_whose_images_are_in_its_memory(
     device_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
