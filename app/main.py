@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 import torch.compiler.config
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app import errors as problems
@@ -161,8 +162,7 @@ def create_app(
     # For a proxy that strips the prefix, which uvicorn's own root_path is not for.
     app.root_path = settings.root_path.rstrip("/")
     app.state.service = service
-    _add_routes(app, service)
-    _add_middleware(app, service)
+    _add_middleware(app, service, _add_routes(app, service))
     return app
 
 
@@ -182,23 +182,24 @@ def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, h
     return Service(settings, keys, metrics, memory, log, registry, host)
 
 
-def _add_routes(app: FastAPI, service: Service) -> None:
-    """Add the routes; some are there only if the settings ask for them."""
-    of_models = (model.predict_router, model.operations_router, model.router, model.live_router)
-    for router in (*of_models, v2.router, v2.repository_router):
-        app.include_router(router)
+def _add_routes(app: FastAPI, service: Service) -> list[BaseRoute]:
+    """Add the routes, and return those of the API; some are there only if the settings ask for them."""
+    routers = [model.predict_router, model.operations_router, model.router, model.live_router]
+    routers += [v2.router, v2.repository_router]
     if service.log is not None:
-        app.include_router(feedback.router)
-        app.include_router(feedback.review_router)
+        routers += [feedback.router, feedback.review_router]
     if service.settings.grpc_port is not None:
         needs("grpc_port", "grpc", "google.protobuf", "grpc")
         from app import grpc
 
-        app.include_router(grpc.router)
+        routers.append(grpc.router)
+    for router in routers:
+        app.include_router(router)
     model.add_to(app, index=service.settings.page)
+    return [route for router in routers for route in router.routes]
 
 
-def _add_middleware(app: FastAPI, service: Service) -> None:
+def _add_middleware(app: FastAPI, service: Service, routes: Sequence[BaseRoute]) -> None:
     """Add the middleware, innermost first."""
     settings = service.settings
     if not settings.otel:  # FastAPI makes the spans.
@@ -207,7 +208,7 @@ def _add_middleware(app: FastAPI, service: Service) -> None:
     app.add_middleware(ProblemResponses, metrics=service.metrics)
     if settings.allowed_hosts:
         app.add_middleware(HostAllowList, allowed_hosts=settings.allowed_hosts, www_redirect=False)
-    app.add_middleware(Telemetry, service=service)
+    app.add_middleware(Telemetry, service=service, routes=routes)
     if settings.cors_origins:  # Outside the one that answers errors: a browser hides an answer without these headers.
         app.add_middleware(ProblemCORS, origins=settings.cors_origins)
     if settings.access_log:  # It only replaces the client's address, which nothing but the access log reads.

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Final, Protocol, runtime_checkable
 
@@ -15,7 +16,7 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import MEDIA_TYPE, BodyTooLarge, TooManyRequests, UnsupportedEncoding, error_response, make_problem
@@ -199,9 +200,10 @@ class ProblemResponses:
 class Telemetry:
     """Traces, counts and times each request, and answers with ``Connection: close`` while the service drains."""
 
-    def __init__(self, app: ASGIApp, *, service: Service) -> None:
+    def __init__(self, app: ASGIApp, *, service: Service, routes: Sequence[BaseRoute]) -> None:
         self.app = app
         self._service = service
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -221,8 +223,13 @@ class Telemetry:
         try:
             await self.app(scope, receive, send_with_trace)
         finally:
-            note_request(service, scope, getattr(scope.get("route"), "path", "unmatched"), status, began)
+            route = scope.get("route") or next(filter(partial(_is_for, scope), self._routes), None)  # None if refused.
+            note_request(service, scope, getattr(route, "path", "unmatched"), status, began)
             current_trace.reset(token)
+
+
+def _is_for(scope: Scope, route: BaseRoute) -> bool:
+    return route.matches(scope)[0] is Match.FULL
 
 
 def own_headers(service: Service, trace: TraceContext) -> list[tuple[bytes, bytes]]:

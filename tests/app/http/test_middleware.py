@@ -192,6 +192,16 @@ async def test_every_way_to_predict_answers_and_counts_alike(path: str) -> None:
         assert (await app.client.options("/predict")).status_code == 405
 
 
+@pytest.mark.parametrize("prefix", ["", "/psc"])
+async def test_what_is_refused_before_routing_counts_for_its_route(prefix: str) -> None:
+    async with running(root_path=prefix) as app:
+        for path in ("/predict", "/v2/models/m/infer", "/nowhere"):
+            refused = await app.client.post(path, content=b"?", headers={**PNG, "content-encoding": "gzip"})
+            assert refused.status_code == 415
+        for route in ("/predict", "/v2/models/{name}/infer", "unmatched"):
+            assert await app.metric(f'psc_request_seconds_count{{route="{route}",status="415"}}') == 1
+
+
 async def test_error_within_the_answer_is_raised(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RuntimeError, match="too late"):
         await send_through({"type": "http.response.start", "status": 200, "headers": []})
