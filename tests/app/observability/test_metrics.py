@@ -34,7 +34,7 @@ from app.metrics import (
     record_gpu,
     shared_registry,
 )
-from psc_core.answers import CLASSIFICATION_SCORES, ClassificationPolicy
+from psc_core.answers import CLASSIFICATION_SCORES, ClassificationPolicy, RegressionPolicy
 from psc_core.tasks.base import FloatArray, Outputs
 from tests.app.fakes import FakeModel, FakeValueModel
 from tests.app.observability.test_drift import monitor_of, served_p_values
@@ -275,6 +275,19 @@ def test_hidden_model_shows_no_drift_but_counts() -> None:
     values = exposed(metrics)
     assert values['psc_ood_total{model="m"}'] == 5
     assert values['psc_drift_window_ood_rate{model="m"}'] == 0
+
+
+def test_the_risk_of_a_model_goes_with_it() -> None:
+    metrics = Metrics()
+    model: Any = FakeModel(classes=CLASSES)
+    policies = POLICY.model_copy(update={"risk": 0.01}), RegressionPolicy(alpha=0.05, max_width=1.0, coverage=0.9)
+    for policy, has_risk in zip(policies, (True, False), strict=True):
+        drift = monitor_of(99, POLICY.alpha, window=10)
+        served = ModelRecorder("m", model, policy=policy, queue_limit=64, metrics=metrics, drift=drift)
+        served.show()
+        assert ('psc_risk{model="m"}' in exposed(metrics)) == has_risk
+        served.hide()
+        assert 'psc_risk{model="m"}' not in exposed(metrics)
 
 
 N = 2000
