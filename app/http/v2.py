@@ -145,6 +145,13 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, document: Any) -> Any:
+        """Take a member that is null as absent, as clients write what they leave out."""
+        is_object = isinstance(document, dict)
+        return {name: value for name, value in document.items() if value is not None} if is_object else document
+
 
 def _reject(value: Any) -> None:
     if value is not None:
@@ -230,7 +237,7 @@ class InferRequest(RequestModel):
 
 
 def _inline(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON schema of a model with its references resolved."""
+    """Return the JSON schema of a request's part with its references resolved; what may be absent may be null."""
     schema = model.model_json_schema()
     parts = schema.pop("$defs", {})
 
@@ -238,7 +245,10 @@ def _inline(model: type[BaseModel]) -> dict[str, Any]:
         if isinstance(value, dict):
             if "$ref" in value:
                 return resolve(parts[value["$ref"].rpartition("/")[2]])
-            return {key: resolve(item) for key, item in value.items() if key != "default"}
+            made = {key: resolve(item) for key, item in value.items() if key != "default"}
+            for name in made.get("properties", {}).keys() - made.get("required", []):
+                made["properties"][name] = {"anyOf": [made["properties"][name], {"type": "null"}]}
+            return made
         return [resolve(item) for item in value] if isinstance(value, list) else value
 
     return cast(dict[str, Any], resolve(schema))

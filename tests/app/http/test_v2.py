@@ -119,6 +119,17 @@ async def test_too_many_values_are_refused_before_the_rest_arrives() -> None:
     assert "262144 lists" in answer.json()["error"]
 
 
+async def test_a_null_is_no_member(service: Running) -> None:
+    image = raw_input(grey(7))
+    given = {"id": None, "parameters": None, "inputs": [{**image, "parameters": None}], "outputs": None}
+    assert await infer(service, given) == await infer(service, {"inputs": [image]})
+    flags = {"alpha": None, "monitor": None, "binary_data_output": None}
+    own = {"parameters": flags, "inputs": [{**image, "parameters": {"layout": None, "binary_data_size": None}}]}
+    assert await infer(service, own) == await infer(service, {"inputs": [image]})
+    refused = await service.client.post("/v2/models/m/infer", json={"inputs": None})
+    assert refused.status_code == 400
+
+
 async def test_raw_images_give_every_output(service: Running) -> None:
     images = grey(0, 120, 255)
     document = await infer(service, {"id": "42", "inputs": [raw_input(images)]})
