@@ -154,7 +154,7 @@ def tensor_of(message: Any) -> tuple[InferRequest, memoryview]:
         each["parameters"]["binary_data_size"] = len(content)
     outputs = [{"name": each.name, "parameters": _parameters(each)} for each in message.outputs]
     document = {"parameters": _parameters(message), "inputs": inputs, "outputs": outputs}
-    return request_of(document), memoryview(data[0])
+    return request_of(InferRequest, document), memoryview(data[0])
 
 
 def _parameters(message: Any) -> dict[str, Any]:
@@ -172,11 +172,6 @@ def _from_contents(tensor: Any) -> bytes:
         raise MalformedRequest(f"input {tensor.name!r}: expected whole numbers from 0 to 255") from error
 
 
-async def _index(request: Request, message: Any) -> dict[str, Any]:
-    models = await v2.index(request)
-    return {"models": [each.model_dump() for each in models if each.state == "READY" or not message.ready]}
-
-
 _DOCUMENTS: Final[Mapping[str, Callable[[Request, Any], Any]]] = {
     "ServerLive": lambda request, message: v2.live(),
     "ServerReady": lambda request, message: {"ready": not service_of(request).reasons()},
@@ -187,7 +182,9 @@ _DOCUMENTS: Final[Mapping[str, Callable[[Request, Any], Any]]] = {
     "ModelMetadata": lambda request, message: v2.metadata_of(
         find_model(service_of(request), message.name, message.version or None)
     ),
-    "RepositoryIndex": _index,
+    "RepositoryIndex": lambda request, message: {
+        "models": [each.model_dump() for each in v2.models_of(service_of(request), only_ready=message.ready)]
+    },
     "RepositoryModelLoad": lambda request, message: v2.load(request, message.model_name),
     "RepositoryModelUnload": lambda request, message: v2.unload(request, message.model_name),
 }

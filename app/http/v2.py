@@ -26,7 +26,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Final, Literal, Self, cast
+from typing import Annotated, Any, Final, Literal, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -153,6 +153,9 @@ class RequestModel(BaseModel):
         return {name: value for name, value in document.items() if value is not None} if is_object else document
 
 
+AnyRequest = TypeVar("AnyRequest", bound=RequestModel)
+
+
 def _reject(value: Any) -> None:
     if value is not None:
         raise ValueError("not supported by this server; leave it out")
@@ -219,6 +222,12 @@ class RequestParameters(RequestModel):
     binary_data_output: bool = Field(
         default=False, description="Return outputs as binary data unless their own parameters say otherwise."
     )
+
+
+class IndexRequest(RequestModel):
+    """What the list of models should have."""
+
+    ready: bool = Field(default=False, description="Whether to leave out models that are not ready.")
 
 
 class InferRequest(RequestModel):
@@ -295,7 +304,7 @@ def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest,
     """Parse a request body; return the request, and the binary data of its input if it has any."""
     length = _header_length(header_length, len(body))
     text, binary = body if length == len(body) else body[:length], memoryview(body)[length:]
-    request = request_of(load_json(text))
+    request = request_of(InferRequest, load_json(text))
     size = request.inputs[0].parameters.binary_data_size
     if len(binary) != (size or 0):
         raise MalformedRequest(
@@ -304,10 +313,10 @@ def parse_request(body: bytes, header_length: str | None) -> tuple[InferRequest,
     return request, None if size is None else binary
 
 
-def request_of(document: Any) -> InferRequest:
+def request_of(kind: type[AnyRequest], document: Any) -> AnyRequest:
     """Return the request in a JSON document."""
     try:
-        return InferRequest.model_validate(document)
+        return kind.model_validate(document)
     except ValidationError as error:
         raise MalformedRequest(f"request: {fault(error.errors(include_input=False, include_url=False)[0])}") from error
 
@@ -522,10 +531,22 @@ _ERRORS: Final = errors(400, 403, 404, 409, 422, 500, 503)
 repository_router = APIRouter(prefix="/v2/repository", tags=["open inference protocol v2"], responses=errors(401, 415))
 
 
-@repository_router.post("/index", summary="Models of the repository")
+@repository_router.post(
+    "/index",
+    summary="Models of the repository",
+    responses=errors(400, 408, 413, 429),
+    openapi_extra={"requestBody": {"content": {"application/json": {"schema": _inline(IndexRequest)}}}},
+)
 async def index(request: Request) -> list[RepositoryModel]:
     """List every model, its version and whether it answers."""
-    registry = service_to("predict", request).registry
+    service = service_to("predict", request)
+    body = await read_json_body(request, service.settings.upload_seconds)
+    return models_of(service, only_ready=request_of(IndexRequest, load_json(body or b"{}")).ready)
+
+
+def models_of(service: Service, *, only_ready: bool) -> list[RepositoryModel]:
+    """Return the models of the repository."""
+    registry = service.registry
     reasons = registry.reasons() | dict.fromkeys(registry.unloaded, "unloaded")
     versions = {served.name: served.model.version for served in registry.served}
     return [
@@ -536,6 +557,7 @@ async def index(request: Request) -> list[RepositoryModel]:
             reason=reasons.get(name, ""),
         )
         for name in registry.names
+        if not (only_ready and name in reasons)
     ]
 
 

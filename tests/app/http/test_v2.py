@@ -479,6 +479,9 @@ async def test_unload_and_load() -> None:
         limit = await app.metric(LIMIT)
         assert limit > 0
         assert (await app.client.post("/v2/repository/models/n/unload", headers=ADMIN)).json() == {}
+        ready = await app.client.post("/v2/repository/index", headers=ADMIN, json={"ready": True})
+        assert [row["name"] for row in ready.json()] == ["m"]
+        assert (await app.client.post("/v2/repository/index", headers=ADMIN, content=b"?")).status_code == 400
         assert await states(app) == {"m": ("v1", "READY", ""), "n": ("", "UNAVAILABLE", "unloaded")}
         assert await app.metric(LIMIT) == 0
         assert (await app.client.post("/models/n/predict", content=png(1), headers=PNG)).status_code == 503
