@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
 from typing import Any, Final
+from urllib.parse import quote
 
 import grpc
 import orjson
@@ -35,7 +36,7 @@ from app.http import v2
 from app.http.body import MAX_VALUES, parse, read_body
 from app.http.v2 import InferRequest, find_model, infer_tensors, request_of, to_binary
 from app.service import Service, service_of, service_to
-from psc_core.errors import UsageError
+from psc_core.errors import UsageError, shorten
 from psc_core.network.onnx_check import GROUPS, LENGTH, fields
 
 logger = logging.getLogger("psc.grpc")
@@ -298,6 +299,7 @@ def _most_of(count: int) -> int:  # for one client
 
 # The metadata of a call that become headers of its request.
 _PASSED_ON: Final = frozenset({"authorization", "x-api-key", "traceparent", "tracestate"})
+_DETAIL_BYTES: Final = 4096  # of a percent-encoded detail; gRPC drops the status behind more than 8 KiB of metadata
 _SMALL_AT_ONCE: Final = 16  # the number of messages without images that may arrive at once
 
 
@@ -410,5 +412,7 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         context.set_trailing_metadata([each for each in headers if each[0] in ("retry-after", "traceresponse")])
         if (status := start.get("status", 500)) >= 400:
             detail = orjson.loads(body)["detail"] if body else "internal error; see the log"
+            while len(quote(detail)) > _DETAIL_BYTES:
+                detail = shorten(detail, len(detail) * 3 // 4)
             await context.abort(grpc.StatusCode[CODES.get(status, "UNKNOWN")], detail)
         return bytes(body)

@@ -386,6 +386,14 @@ async def test_rejects_what_rest_rejects(members: dict[str, Any], code: str) -> 
         assert caught.value.code().name == code, caught.value.details()
 
 
+async def test_a_long_detail_leaves_the_code() -> None:
+    async with calling() as (app, _):
+        for letter in "a\u00e9\U0001f600" * 10:  # gRPC drops now and then what is too long.
+            error = await error_of(call(app, "ModelReady", name=letter * 1500))
+            assert error.code() is grpc.StatusCode.NOT_FOUND
+            assert error.details().startswith(f"no model '{letter}")
+
+
 async def test_rejects_bytes_that_are_no_message() -> None:
     async with calling() as (app, _):
         async with grpc.aio.insecure_channel(f"127.0.0.1:{app.service.settings.grpc_port}") as channel:
