@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import time
 from collections.abc import Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -74,6 +75,13 @@ def configure_export() -> None:
     provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
+
+
+def record_front(began: float) -> None:
+    """Record, within the span of a request that began at this ``perf_counter``, the time that a front has taken."""
+    now = time.time_ns()
+    start = now - int(1e9 * (time.perf_counter() - began))
+    trace.get_tracer("psc").start_span("front", start_time=start).end(now)
 
 
 _FLUSH_MS: Final = 5000  # how long the end of a process waits for the collector

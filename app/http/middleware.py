@@ -25,7 +25,7 @@ from app.memory import COPIES, MemoryBudget
 from app.metrics import Metrics
 from app.service import Service
 from app.settings import Settings
-from app.tracing import TraceContext, current_trace, trace_of_request
+from app.tracing import TraceContext, current_trace, record_front, trace_of_request
 from psc_core.errors import shorten
 
 _CALLS: Final = {f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady")}
@@ -212,6 +212,8 @@ class Telemetry:
         service, began, status = self._service, scope.get("began") or time.perf_counter(), 0
         trace = trace_of_request(scope["headers"])
         token = current_trace.set(trace)
+        if service.settings.otel and "began" in scope:
+            record_front(began)
 
         async def send_with_trace(message: Message) -> None:
             nonlocal status

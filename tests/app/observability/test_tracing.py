@@ -4,8 +4,10 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from typing import Any
 
+import httpx
 import pytest
 
 from app.tracing import JsonFormatter, TerminalFormatter, begin_trace, configure_export, current_trace, trace_of_request
@@ -81,6 +83,21 @@ async def test_each_request_has_one_span(exporter: Any, status: int) -> None:
     assert span.attributes["http.route"] == "/predict"
     assert span.attributes["http.response.status_code"] == response.status_code == status
     assert span.status.is_ok == (status == 200)
+
+
+@pytest.mark.anyio
+async def test_the_time_in_a_front_is_a_span(exporter: Any) -> None:
+    async with running(otel=True) as app:
+
+        async def from_front(scope: Any, receive: Any, send: Any) -> None:
+            await app.app({**scope, "began": time.perf_counter() - 7.0}, receive, send)
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(from_front), base_url="http://test") as client:
+            await client.post("/predict", content=png(0), headers=PNG)
+    front, request = exporter.get_finished_spans()
+    assert front.parent.span_id == request.context.span_id
+    assert front.end_time - front.start_time >= 7e9
+    assert front.end_time <= request.end_time
 
 
 @pytest.mark.anyio
