@@ -19,7 +19,7 @@ from typing import Final
 
 import torch
 import torch.compiler.config
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
@@ -150,6 +150,7 @@ def create_app(
         redirect_slashes=False,
         docs_url=None,  # FastAPI's own page loads Swagger UI from another host.
         redoc_url=None,
+        dependencies=[Depends(_check_end)],
         exception_handlers={HTTPException: problems.on_http_exception},
         telemetry={
             "tracing": settings.otel,
@@ -164,6 +165,12 @@ def create_app(
     app.state.service = service
     _add_middleware(app, service, _add_routes(app, service))
     return app
+
+
+async def _check_end(request: Request) -> None:
+    """Refuse a path with a line end behind it, which Starlette takes for the path without."""
+    if request.scope["path"].endswith("\n"):
+        raise HTTPException(404)
 
 
 def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, host: Host) -> Service:

@@ -225,6 +225,14 @@ async def test_unknown_paths_and_methods_are_problems_under_one_metric() -> None
         assert await app.metric('psc_request_seconds_count{route="unmatched",status="404"}') == 2
 
 
+@pytest.mark.parametrize("path", ["/predict", "/models/m/predict", "/v2/models/m/infer", "/admin/reload"])
+async def test_a_line_end_is_no_part_of_a_path(path: str) -> None:
+    async with running(admin_keys="root") as app:
+        headers = {**PNG, "x-api-key": "root"}
+        check = await app.client.post(path + "%0a", content=png(0), headers=headers)
+        assert check.status_code == 404
+
+
 @pytest.mark.parametrize("access_log", [True, False])
 async def test_the_trace_is_continued_and_the_access_logged(caplog: pytest.LogCaptureFixture, access_log: bool) -> None:
     caplog.set_level(logging.INFO)
