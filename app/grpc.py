@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import grpc
 import orjson
@@ -358,7 +358,8 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         has_left = asyncio.Event()
         reading: asyncio.Task[Message] | None = None
         places = self._with_images if path == PREFIX + "ModelInfer" else self._without
-        host = context.peer().rpartition(":")[0]  # Without the port: a client's connections share its places.
+        # Of ipv4:127.0.0.1:80 or ipv6:%5B::1%5D:80 without the port: a client's connections share its places.
+        host = unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
         start, body = dict[str, Any](), bytearray()
         scope = {
             "type": "http",
@@ -369,7 +370,7 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             "path": path,
             "query_string": b"",
             "headers": [(k.encode(), v.encode()) for k, v in context.invocation_metadata() if k in _PASSED_ON],
-            "client": (context.peer(), 0),
+            "client": (host, 0),
         }
 
         async def first_message() -> Message:

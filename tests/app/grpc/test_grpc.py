@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import logging
 import re
 import shutil
 import sys
@@ -384,6 +385,14 @@ async def test_rejects_what_rest_rejects(members: dict[str, Any], code: str) -> 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(app, "ModelInfer", **members)
         assert caught.value.code().name == code, caught.value.details()
+
+
+async def test_the_access_log_has_the_address(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with calling(access_log=True) as (app, _):
+        await call(app, "ServerLive")
+    (line,) = [record for record in caplog.records if record.message == "request"]
+    assert vars(line)["client"] == "127.0.0.1"
 
 
 async def test_a_long_detail_leaves_the_code() -> None:
