@@ -459,8 +459,8 @@ def _bad_size(tensor: InputTensor, expected: int, got: int, unit: str) -> Malfor
 def find_model(service: Service, name: str, version: str | None) -> ServedModel:
     """Return the model of this name and, if one is given, this version."""
     served = service.registry.get(name)
-    if version is not None and version != served.model.version:
-        raise UnknownModel(f"model {name!r} has the version {served.model.version!r}, not {version!r}; see /v2")
+    if version is not None and version != (own := served.model.version):
+        raise UnknownModel(f"model {name!r} has the version {own!r}, not {version!r}; see /v2/models/{name}")
     return served
 
 

@@ -102,6 +102,8 @@ async def test_model_metadata(service: Running) -> None:
     assert tuple(outputs) == WITHOUT_CHECKS
     assert outputs["probabilities"] == ("FP32", [-1, 3])
     assert (await service.client.get("/v2/models/colour/versions/v1")).json() == response.json()
+    other = await service.client.get("/v2/models/colour/versions/v7")
+    assert other.status_code == 404 and other.json()["error"].endswith("see /v2/models/colour")
 
 
 async def test_too_many_values_are_refused_before_the_rest_arrives() -> None:
