@@ -333,6 +333,24 @@ class _FormFields:
         self.ended = True
 
 
+def _after_preamble(boundary: bytes, write: Callable[[bytes], Any]) -> Callable[[bytes], None]:
+    """Return a function that passes a body on from its first boundary; what is before it has no meaning (RFC 2046)."""
+    mark, before, has_begun = b"\r\n--" + boundary, b"\r\n", False
+
+    def take(piece: bytes) -> None:
+        nonlocal before, has_begun
+        if not has_begun:
+            before += piece
+            at = before.find(mark)
+            if at < 0:
+                before = before[-len(mark) :]
+                return
+            piece, has_begun = before[at + 2 :], True
+        write(piece)
+
+    return take
+
+
 async def _read_multipart(content_type: str, request: Request, settings: Settings) -> list[EncodedImage]:
     _, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
@@ -342,7 +360,7 @@ async def _read_multipart(content_type: str, request: Request, settings: Setting
     try:
         callbacks: Any = {name: getattr(parts, name) for name in vars(_FormFields) if name.startswith("on_")}
         parser = MultipartParser(boundary, callbacks)
-        await _read(request, parser.write, settings.upload_seconds)
+        await _read(request, _after_preamble(boundary, parser.write), settings.upload_seconds)
         parser.finalize()
     except FormParserError as error:
         raise MalformedRequest(f"the body is not multipart/form-data: {error}") from error

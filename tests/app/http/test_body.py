@@ -114,9 +114,11 @@ def test_reads_every_spelling_of_names(head: str, name: str | None) -> None:
     assert read([body]) == [EncodedImage(b"DATA", name)]
 
 
-@pytest.mark.parametrize("before", [b"", b"\r\n"])
-def test_ignores_what_is_around_the_parts(before: bytes) -> None:
-    assert read([before + body_of([EncodedImage(b"x")]) + b"an epilogue"]) == [EncodedImage(b"x")]
+@pytest.mark.parametrize("before", [b"", b"\r\n", b"a preamble\r\n", b"--\r\n--" + BOUNDARY.encode()[:-1] + b"\r\n"])
+@pytest.mark.parametrize("size", [1, 3, 1 << 20])
+def test_ignores_what_is_around_the_parts(before: bytes, size: int) -> None:
+    body = before + body_of([EncodedImage(b"x")]) + b"an epilogue"
+    assert read([body[start : start + size] for start in range(0, len(body), size)]) == [EncodedImage(b"x")]
 
 
 @pytest.mark.parametrize(
