@@ -385,7 +385,8 @@ class ModelRecorder:
         self.flush()
         self._info().set(0.0)
         self._metrics.psc_queue_limit_images.labels(model=self._name).set(0)
-        self._metrics.psc_risk.remove(self._name)
+        with contextlib.suppress(KeyError):  # Of prometheus-client 0.21, if the policy promises no rate.
+            self._metrics.psc_risk.remove(self._name)
         self._show_drift(NO_DRIFT)
 
     def _info(self) -> Gauge:

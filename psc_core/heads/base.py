@@ -70,9 +70,7 @@ class Head(Fitted):
         return {}
 
 
-CONSTANT_COLUMN: Final = (
-    1e-6  # standard deviation, relative to the largest of its layer, below which a column is constant
-)
+CONSTANT_COLUMN: Final = 1e-6  # a column's standard deviation, of the largest of its layer, below which it is constant
 
 
 class Standardisation(NamedTuple):
