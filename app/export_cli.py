@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
 from psc_core.cli import flags
@@ -91,6 +92,10 @@ def _write(args: argparse.Namespace) -> None:
     model = FittedModel.from_bundle(bundle, device="cpu", allow_factories=args.allow_factories).probed()
     examples = args.bundle / TRY_FOLDER if args.images is None else args.images
     images = images_below(examples, must=args.images is not None)
+    if args.target in ("web", "triton", "openvino"):  # Their folders hold no answers to compare with.
+        with TemporaryDirectory(prefix="psc-") as compared:
+            export_model(model, Path(compared), images)
+            _check(Path(compared))
     match args.target:
         case "onnx":
             export_model(model, args.out, images)

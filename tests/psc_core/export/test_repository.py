@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from app import export_cli as cli
 from psc_core.errors import UsageError
-from psc_core.export.folder import RUNTIMES, write_repository
+from psc_core.export.folder import CLOSE, RUNTIMES, write_repository
 from psc_core.export.graph import PIXELS
 from psc_core.model import FittedModel, load_model
 from tests.conftest import ROOT
@@ -26,6 +26,16 @@ NAME = "dirty-mnist-resnet18"
 @pytest.fixture(scope="module")
 def model() -> FittedModel:
     return load_model(BUNDLE, device="cpu")
+
+
+@pytest.mark.parametrize("target", ["triton", "openvino"])
+def test_a_graph_that_answers_otherwise_is_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.setitem(CLOSE, "probabilities", -1.0)
+    code, out, err = run(capsys, cli.main, ["--bundle", str(BUNDLE), "--out", str(tmp_path), "--for", target])
+    assert code == 2 and "DIFFERS" in out and "a runtime answers differently" in err
+    assert not [*tmp_path.iterdir()]
 
 
 def test_triton(model: FittedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
