@@ -126,14 +126,15 @@ def better_than_guessing(predicted: Int[Tensor, " n"], labels: Int[Tensor, " n"]
 
 
 def has_another_order(predicted: Int[Tensor, " n"], labels: Int[Tensor, " n"]) -> bool:
-    """Return whether predictions in another order of classes, chosen on half of the images, suit the other half."""
+    """Return whether an order of classes chosen on half of the images makes most predictions for the others right."""
     from scipy.optimize import linear_sum_assignment  # Imported here, so that a service does not load it.
 
     pairs = torch.stack([predicted, labels])[:, torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))]
     counts = np.zeros((int(pairs.max()) + 1,) * 2)
     np.add.at(counts, tuple(pairs[:, ::2].numpy()), 1)
     _, order = linear_sum_assignment(counts, maximize=True)
-    return better_than_guessing(torch.from_numpy(order)[pairs[0, 1::2]], pairs[1, 1::2])
+    # A network that was never trained, but tells bright from dark, gets about half of four classes right so.
+    return float((torch.from_numpy(order)[pairs[0, 1::2]] == pairs[1, 1::2]).double().mean()) >= 0.8
 
 
 def nll(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
