@@ -369,7 +369,7 @@ def fit_softmax(
         else:  # Rounding hides what is left to gain.
             break
         theta, (loss, gradient) = theta + length * change, found
-    if residual > UNFINISHED * tolerance:
+    if tolerance <= TOLERANCE and residual > UNFINISHED * tolerance:  # Others only lead to the last one.
         warn(
             f"the weights of the head are not at their optimum: the gradient is {residual:.1g}, and {tolerance:.1g} "
             "would do; look for training images that are far from all others, or take another head"
