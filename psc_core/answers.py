@@ -451,7 +451,7 @@ def to_width(width: float, *numbers: float) -> list[str]:
     """Return numbers to the decimal of a width's second digit, or with four digits where that would be no short text.
 
     Examples:
-        >>> to_width(5.6, 1987.42, 1984.61, 1990.21), to_width(240, 84234.0), to_width(1e-9, 0.001)
+        >>> to_width(5.6, 1987.42, 1984.61, 1990.21), to_width(240.0, 84234.0), to_width(1e-9, 0.001)
         (['1987.4', '1984.6', '1990.2'], ['84230'], ['0.001'])
     """
     if not 1e-6 <= width < 1e15:

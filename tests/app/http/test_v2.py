@@ -22,6 +22,7 @@ from app.http.body import MAX_CONTAINERS
 from app.http.v2 import (
     HEADER,
     ErrorDocument,
+    InferRequest,
     InferResponse,
     ModelMetadata,
     OutputTensor,
@@ -436,7 +437,9 @@ async def never() -> Any:
 
 def request(name: str, datatype: str, shape: list[int], size: int) -> Any:
     parameters = {"binary_data_size": size}
-    return request_of({"inputs": [{"name": name, "datatype": datatype, "shape": shape, "parameters": parameters}]})
+    return request_of(
+        InferRequest, {"inputs": [{"name": name, "datatype": datatype, "shape": shape, "parameters": parameters}]}
+    )
 
 
 @pytest.mark.parametrize("kind", ["raw", "encoded"])
@@ -533,7 +536,7 @@ def test_nested_data_have_the_shape_that_the_request_says(data: st.DataObject, s
     axes = data.draw(st.sampled_from([tuple(sizes), (*sizes[:first], -1), (24,), (2, 12), (24, 1), (1, 24)]))
     nested = pixels.reshape(axes)
     entry = {"name": "images", "shape": [2, 1, 3, 4], "datatype": "UINT8", "data": nested.tolist()}
-    tensor = request_of({"inputs": [entry]}).inputs[0]
+    tensor = request_of(InferRequest, {"inputs": [entry]}).inputs[0]
     if nested.ndim == 1 or nested.shape == pixels.shape:
         np.testing.assert_array_equal(images_of(tensor, None, (1, 3, 4), max_images=2), pixels)
     else:
@@ -550,7 +553,7 @@ def test_nested_data_have_the_shape_that_the_request_says(data: st.DataObject, s
     ],
 )
 def test_files_in_json_have_the_shape_of_the_request(shape: list[int], values: list[object], is_right: bool) -> None:
-    tensor = request_of({"inputs": [FILE | {"shape": shape, "data": values}]}).inputs[0]
+    tensor = request_of(InferRequest, {"inputs": [FILE | {"shape": shape, "data": values}]}).inputs[0]
     if is_right:
         assert images_of(tensor, None, (1, 8, 8), max_images=2) == [b"A", b"B"]
     else:
@@ -562,13 +565,13 @@ def test_files_in_json_have_the_shape_of_the_request(shape: list[int], values: l
 def test_a_pixel_is_a_whole_number_of_a_byte(value: object) -> None:
     entry = {"name": "images", "shape": [1, 1, 1, 2], "datatype": "UINT8", "data": [7, value]}
     with pytest.raises(MalformedRequest, match="images"):
-        images_of(request_of({"inputs": [entry]}).inputs[0], None, (1, 1, 2), max_images=1)
+        images_of(request_of(InferRequest, {"inputs": [entry]}).inputs[0], None, (1, 1, 2), max_images=1)
 
 
 @pytest.mark.parametrize("shape", [[1.0], [-1], ["1"], [True], [None], [], [2**70], [1, 2], [1, 1, 1]])
 def test_a_shape_that_is_none_is_refused(shape: list[object]) -> None:
     with pytest.raises(PSCError):
-        tensor = request_of({"inputs": [FILE | {"shape": shape, "data": ["QQ=="]}]}).inputs[0]
+        tensor = request_of(InferRequest, {"inputs": [FILE | {"shape": shape, "data": ["QQ=="]}]}).inputs[0]
         images_of(tensor, None, (1, 8, 8), max_images=2)
 
 
@@ -584,7 +587,7 @@ def test_a_list_is_refused_at_its_first_fault(part: str) -> None:
     document = {"inputs": many if part == "inputs" else [FILE | ({"shape": many} if part == "shape" else {})]}
     document |= {"outputs": many} if part == "outputs" else {}
     with pytest.raises(MalformedRequest) as caught:
-        request_of(document)
+        request_of(InferRequest, document)
     assert isinstance(caught.value.__cause__, ValidationError)
     assert caught.value.__cause__.error_count() <= 2
 

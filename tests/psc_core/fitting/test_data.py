@@ -174,7 +174,7 @@ def test_a_half_of_equal_numbers_is_refused() -> None:
     train, alike = ages([float(number) for number in range(60)]), ages([0.0] * 40)
     for index in (0, 39):  # One number that differs is in one half.
         mixed = replace(alike, values=torch.where(torch.arange(40) == index, 3.0, 0.0).double())
-        with pytest.raises(DataError, match="of some all 20 of one half are 0; give more validation images"):
+        with pytest.raises(DataError, match="of some all 20 are 0; give more images"):
             FitData.of(train, mixed)
     assert len(FitData.of(train, train).selection) == 30
 
