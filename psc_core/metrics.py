@@ -133,8 +133,9 @@ def has_another_order(predicted: Int[Tensor, " n"], labels: Int[Tensor, " n"]) -
     counts = np.zeros((int(pairs.max()) + 1,) * 2)
     np.add.at(counts, tuple(pairs[:, ::2].numpy()), 1)
     _, order = linear_sum_assignment(counts, maximize=True)
-    # A network that was never trained, but tells bright from dark, gets about half of four classes right so.
-    return float((torch.from_numpy(order)[pairs[0, 1::2]] == pairs[1, 1::2]).double().mean()) >= 0.8
+    right = float((torch.from_numpy(order)[pairs[0, 1::2]] == pairs[1, 1::2]).double().mean())
+    # A network that was never trained, but tells bright from dark, gets up to half of the way from chance to 1.
+    return right >= 0.6 + 0.4 / len(counts)
 
 
 def nll(probabilities: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
