@@ -318,7 +318,8 @@ def fit_parts(net: nn.Module, chosen: ChosenLayer, projection: FittedProjection,
     if density.reads == "pooled":
         with torch.inference_mode():
             read_by = layers.of(backbone(trial)[0], names := (*layers.chosen, *layers.density))
-        warn_of_unread(density, {name: part.shape[1] for name, part in zip(names, read_by, strict=True)})
+        widths = {name: part.shape[1] for name, part in zip(names, read_by, strict=True)}
+        warn_of_unread(density, widths, beside=layers.density)
     running = backbone.fused(compute.precision)
     scorer = Scorer(
         data.train.preprocess,
@@ -370,15 +371,23 @@ def _fit_to_features(train: Features, selection: Features, job: FitJob) -> tuple
 SHARE: Final = 0.1  # of one component, below which a density reads next to nothing of a layer
 
 
-def warn_of_unread(density: Density, widths: Mapping[str, int]) -> None:
-    """Warn of layers, named with their ``widths``, that have no share in the components of a density of all."""
+def warn_of_unread(density: Density, widths: Mapping[str, int], *, beside: Sequence[str] = ()) -> None:
+    """Warn of layers, named with their ``widths``, that have no share in the components of a density of all.
+
+    Those ``beside`` the chosen ones are read as well because they have collapsed.
+    """
     shares = torch.linalg.qr(density.get_buffer("basis")).Q.square().sum(1).split([*widths.values()])
     for name, share in zip(widths, shares, strict=True):
         if float(share.sum()) < SHARE:
+            others = ", ".join(each for each in widths if each != name)
+            remedy = (
+                f"--layer {name} reads it alone"
+                if name in beside
+                else "--density gda++ reads z, which holds the chosen layers alone, in one scale"
+            )
             warn(
                 f"the density reads next to nothing of layer {name}, whose features hardly vary beside those of "
-                f"{', '.join(each for each in widths if each != name)}; --layer {name} reads it alone, and --density "
-                "gda++ reads z, in which layers have one scale"
+                f"{others}; {remedy}"
             )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from pkgutil import walk_packages
 
 import pytest
+import torch
 
 import psc_core
 
@@ -37,4 +38,5 @@ MODULES = sorted(
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
+    torch.manual_seed(0)  # One random network in 40 is warned of.
     assert doctest.testmod(import_module(name)).failed == 0

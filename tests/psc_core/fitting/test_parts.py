@@ -82,18 +82,26 @@ def test_a_density_may_read_z(net: nn.Module, val: ImageDataset, projection: Fit
     assert found.texture == {} and found.network_output is None
 
 
+@pytest.mark.parametrize(
+    ("beside", "remedy"),
+    [
+        ((), "--density gda++ reads z, which holds the chosen layers alone, in one scale"),
+        (("last",), "--layer last reads it alone"),
+    ],
+)
 @pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-5])
-def test_a_layer_that_the_density_does_not_see_is_named(scale: float) -> None:
+def test_a_layer_that_the_density_does_not_see_is_named(scale: float, beside: tuple[str, ...], remedy: str) -> None:
     features = torch.randn(300, 12, generator=torch.Generator().manual_seed(0))
     features[:, 8:] *= scale
     density = fit_density(Examples(features, torch.arange(300) % 3, 3), kind="pooled++")
     axes = torch.linalg.svd(density.get_buffer("basis"), full_matrices=False).U
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_of_unread(density, {"chosen": 8, "last": 4})
+        warn_of_unread(density, {"chosen": 8, "last": 4}, beside=beside)
     assert (float(axes[8:].square().sum()) < 0.1) == (scale == 1e-5) == (len(caught) == 1)
     assert all(
-        "next to nothing of layer last, whose features hardly vary beside those of chosen;" in str(each.message)
+        f"next to nothing of layer last, whose features hardly vary beside those of chosen; {remedy}"
+        in str(each.message)
         for each in caught
     )
 
