@@ -53,7 +53,7 @@ def kill(server: Server, name: str) -> Killed:
                     time.sleep(0.1)
                     continue
                 answers.append(time.perf_counter())
-                if answer.status_code != 200 or '"label":"7"' not in answer.text:
+                if answer.status_code != 200 or answer.json()["predictions"][0]["label"] != "7":
                     wrong.append(answer.status_code)
 
     with ThreadPoolExecutor(CLIENTS) as pool:
