@@ -19,6 +19,8 @@ from psc_core.cli import flags
 from psc_core.errors import UsageError
 
 if TYPE_CHECKING:
+    from onnx import ModelProto
+
     from psc_core.model import FittedModel
 
 _EXAMPLE = """examples:
@@ -79,6 +81,7 @@ def export(args: argparse.Namespace) -> None:
 def _write(args: argparse.Namespace) -> None:
     from psc_core.bundle import TRY_FOLDER, read_bundle
     from psc_core.export.folder import export_model, images_below, write_repository
+    from psc_core.export.graph import ANY_SIZE, GRAPH
     from psc_core.model import FittedModel
 
     if args.images is not None and args.target not in ("onnx", "web"):
@@ -94,19 +97,19 @@ def _write(args: argparse.Namespace) -> None:
     images = images_below(examples, must=args.images is not None)
     if args.target in ("web", "triton", "openvino"):  # Their folders hold no answers to compare with.
         with TemporaryDirectory(prefix="psc-") as compared:
-            export_model(model, Path(compared), images)
+            graphs = export_model(model, Path(compared), images)
             _check(Path(compared))
     match args.target:
         case "onnx":
             export_model(model, args.out, images)
         case "web":
-            write_page(model, args.out, runtime=args.runtime, examples=examples)
+            write_page(model, graphs[ANY_SIZE], args.out, runtime=args.runtime, examples=examples)
         case "mlflow":
             from psc_core.export.pyfunc import save_pyfunc
 
             save_pyfunc(model, args.out, overwrite=args.overwrite)
         case _:
-            write_repository(model, args.out, triton=args.target == "triton")
+            write_repository(model, graphs[GRAPH], args.out, triton=args.target == "triton")
     size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
     print(f"wrote {args.out} ({size / 2**20:.1f} MiB) of {args.bundle} (version {model.version})")
     if (command := _NEXT.get(args.target)) is not None:
@@ -147,7 +150,7 @@ def find_runtime(folder: Path) -> Path:
     return found
 
 
-def write_page(model: FittedModel, folder: Path, *, runtime: Path, examples: Path) -> None:
+def write_page(model: FittedModel, graph: ModelProto, folder: Path, *, runtime: Path, examples: Path) -> None:
     """Write the service's page as a folder that any file server serves; no image leaves the browser.
 
     ::
@@ -161,13 +164,12 @@ def write_page(model: FittedModel, folder: Path, *, runtime: Path, examples: Pat
     from app.http.model import MAX_FILE_BYTES, PAGE, describe_model, examples_in
     from psc_core.bundle import write_files
     from psc_core.export.folder import images_below
-    from psc_core.export.graph import ANY_SIZE, export_graphs
+    from psc_core.export.graph import ANY_SIZE
 
     found = find_runtime(runtime)
     offered = examples_in(examples, examples)
     if not offered and images_below(examples, must=False):
         raise UsageError(f"expected images to try of at most {MAX_FILE_BYTES >> 20} MiB below {examples}; shrink them")
-    graph = export_graphs(model, [ANY_SIZE])[ANY_SIZE]
     for part in ("page", "onnxruntime", "examples"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     for file in PAGE.iterdir():

@@ -57,8 +57,11 @@ def images_below(folder: Path, *, must: bool = True) -> list[str]:
     return found[:VECTOR_IMAGES]
 
 
-def export_model(model: FittedModel, folder: Path, images: Sequence[ImageLike] | Tensor = ()) -> None:
-    """Write the graphs, images with their answers, and README to ``folder``; noise fills the images up."""
+def export_model(model: FittedModel, folder: Path, images: Sequence[ImageLike] | Tensor = ()) -> dict[str, ModelProto]:
+    """Write the graphs, images with their answers, and README to ``folder``; noise fills the images up.
+
+    Returns the graphs by file.
+    """
     written = (README, *(name for name in (GRAPH, ANY_SIZE) if not (folder / name).is_symlink()))  # Links are replaced.
     own = [name for name in written if (folder / name).exists()]
     if own and not (folder / VECTORS).exists():
@@ -77,6 +80,7 @@ def export_model(model: FittedModel, folder: Path, images: Sequence[ImageLike] |
     proof = save({name: each.contiguous() for name, each in vectors.items()})
     files = {name: graph.SerializeToString() for name, graph in graphs.items()}
     write_files(folder, {VECTORS: proof, README: _readme(model).encode(), **files})
+    return graphs
 
 
 def _enlarged(pixels: Tensor) -> Tensor:
@@ -342,11 +346,10 @@ VERSION: Final = "1"
 _QUEUE_MICROSECONDS: Final = 1000  # for which an image waits for others to share its batch
 
 
-def write_repository(model: FittedModel, folder: Path, *, triton: bool) -> None:
-    """Write the folder of one model below ``folder``; ``triton`` adds what only that server has: names of labels."""
+def write_repository(model: FittedModel, graph: ModelProto, folder: Path, *, triton: bool) -> None:
+    """Write the folder of one model below ``folder``; ``triton`` adds to the graph the names of labels."""
     if "/" in model.name or model.name in (".", ".."):
         raise UsageError(f"{model.name!r} can be no folder's name; fit the model with another --name")
-    graph = export_graphs(model, [GRAPH])[GRAPH]
     if triton and "label" in model.task.tensors:
         _add_labels(graph, model.classes)
     write_files(folder / model.name / VERSION, {GRAPH: graph.SerializeToString()})

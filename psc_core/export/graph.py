@@ -111,7 +111,7 @@ class Answers(nn.Module):
         return found | self.calibration.decide_in_graph(found, scored.probabilities, given)
 
 
-def export_graphs(model: FittedModel, files: Sequence[str] = (GRAPH, ANY_SIZE)) -> dict[str, ModelProto]:
+def export_graphs(model: FittedModel) -> dict[str, ModelProto]:
     """Return graphs of a fitted model by file name: for images of the network's size, and of any size."""
     needs("an ONNX graph", "onnx", *PACKAGES, error=NetworkError)
     from onnx import compose, load_from_string, version_converter
@@ -123,7 +123,7 @@ def export_graphs(model: FittedModel, files: Sequence[str] = (GRAPH, ANY_SIZE)) 
     network = load_from_string(storable_backbone(model, graph=True).onnx or b"")
     if network.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1:
         raise UsageError(f"the network of {model.name} takes one image at a time; fit one with a dynamic batch axis")
-    after, before = _answers(model), {file: _inputs(model, resize=file == ANY_SIZE) for file in files}
+    after, before = _answers(model), {file: _inputs(model, resize=file == ANY_SIZE) for file in (GRAPH, ANY_SIZE)}
     opset = next(each.version for each in after.opset_import if not each.domain)
     found = {}
     try:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from onnx import ModelProto
 
 from app import export_cli as cli
 from app.export_cli import find_runtime, write_page
@@ -93,7 +94,7 @@ def test_only_images_of_their_folder_are_published(runtime: Path, tmp_path: Path
     (tmp_path / "few" / "link.png").symlink_to(tmp_path / "secret.png")
     model = load_model(BUNDLE, device="cpu")
     for examples, names in ((BUNDLE / "examples", 4), (tmp_path / "few", 1)):  # The former ones do not stay.
-        write_page(model, tmp_path / "site", runtime=runtime, examples=examples)
+        write_page(model, ModelProto(), tmp_path / "site", runtime=runtime, examples=examples)
         assert len(list((tmp_path / "site" / "examples").iterdir())) == names
     assert json.loads((tmp_path / "site" / "examples.json").read_text())["files"] == ["mine.png"]
 
@@ -105,7 +106,7 @@ def test_images_of_class_folders_are_offered(runtime: Path, tmp_path: Path) -> N
         for number in range(10):
             (tmp_path / "val" / name / f"{number}.png").write_bytes(image)
     site = tmp_path / "site"
-    write_page(model, site, runtime=runtime, examples=tmp_path / "val")
+    write_page(model, ModelProto(), site, runtime=runtime, examples=tmp_path / "val")
     assert json.loads((site / "examples.json").read_text())["files"] == [
         f"{name}-{number}.png" for number in range(6) for name in ("cat", "dog")
     ]
@@ -113,7 +114,7 @@ def test_images_of_class_folders_are_offered(runtime: Path, tmp_path: Path) -> N
     for file in tmp_path.glob("val/*/*.png"):
         file.write_bytes(image + bytes(1 << 20))
     with pytest.raises(UsageError, match="at most 1 MiB"):
-        write_page(model, tmp_path / "other", runtime=runtime, examples=tmp_path / "val")
+        write_page(model, ModelProto(), tmp_path / "other", runtime=runtime, examples=tmp_path / "val")
     assert not (tmp_path / "other").exists()
 
 

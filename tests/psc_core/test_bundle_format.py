@@ -158,7 +158,7 @@ def test_an_exported_graph_agrees(
     bundles: dict[str, Path], regressions: dict[str, Path], images: torch.Tensor, tmp_path: Path, name: str
 ) -> None:
     model = load_model({**regressions, **bundles}[name], device="cpu", allow_factories=ALLOW)
-    (tmp_path / "model.onnx").write_bytes(export_graphs(model, ["model.onnx"])["model.onnx"].SerializeToString())
+    (tmp_path / "model.onnx").write_bytes(export_graphs(model)["model.onnx"].SerializeToString())
     ours = model.outputs(model.compute(images).packed.numpy())
     decisions = model.decide(ours)
     for runtime, start in RUNTIMES.items():

@@ -592,7 +592,7 @@ def test_numbers_near_zero_keep_their_mean(head: str, tmp_path: Path, monkeypatc
         psc = PSCRegressor.fit(
             net, train, val, target="length", unit="m", preprocess=GREY_8, layer="0", head=head, pca=3
         )
-    onnx.save(export_graphs(psc, [GRAPH])[GRAPH], tmp_path / GRAPH)
+    onnx.save(export_graphs(psc)[GRAPH], tmp_path / GRAPH)
     run = RUNTIMES["onnxruntime"](tmp_path / GRAPH)
     np.testing.assert_allclose(run(pixels[:50].permute(0, 2, 3, 1).numpy())["mean"], psc(pixels[:50]).mean, rtol=1e-3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import numpy as np
 import onnxruntime
 import pytest
 from google.protobuf import text_format
+from onnx import ModelProto
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from app import export_cli as cli
 from psc_core.errors import UsageError
 from psc_core.export.folder import CLOSE, RUNTIMES, write_repository
-from psc_core.export.graph import PIXELS
+from psc_core.export.graph import GRAPH, PIXELS, export_graphs
 from psc_core.model import FittedModel, load_model
 from tests.conftest import ROOT
 from tests.psc_core.cli.support import run
@@ -26,6 +28,11 @@ NAME = "dirty-mnist-resnet18"
 @pytest.fixture(scope="module")
 def model() -> FittedModel:
     return load_model(BUNDLE, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def graph(model: FittedModel) -> ModelProto:
+    return export_graphs(model)[GRAPH]
 
 
 @pytest.mark.parametrize("target", ["triton", "openvino"])
@@ -74,18 +81,18 @@ def test_triton(model: FittedModel, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert service_pb2.ModelInferRequest.InferInputTensor(name=PIXELS, datatype="UINT8", shape=[1, 28, 28, 1])
 
 
-def test_names_in_other_scripts(model: FittedModel, tmp_path: Path) -> None:
-    write_repository(replace(model, name='Zäh"len 数'), tmp_path, triton=True)
+def test_names_in_other_scripts(model: FittedModel, graph: ModelProto, tmp_path: Path) -> None:
+    write_repository(replace(model, name='Zäh"len 数'), copy.deepcopy(graph), tmp_path, triton=True)
     text = (tmp_path / 'Zäh"len 数' / "config.pbtxt").read_text(encoding="utf-8")
     assert text_format.Parse(text, model_config_pb2.ModelConfig()).name == 'Zäh"len 数'
 
 
-def test_openvino_model_server(model: FittedModel, tmp_path: Path) -> None:
-    write_repository(model, tmp_path, triton=False)
+def test_openvino_model_server(model: FittedModel, graph: ModelProto, tmp_path: Path) -> None:
+    write_repository(model, graph, tmp_path, triton=False)
     assert [file.relative_to(tmp_path) for file in tmp_path.rglob("*.*") if file.is_file()] == [
         Path(NAME, "1", "model.onnx")
     ]
     answers = RUNTIMES["openvino"](tmp_path / NAME / "1" / "model.onnx")(np.zeros((2, 28, 28, 1), np.uint8))
     assert "label" not in answers and len(answers["decision"]) == 2
     with pytest.raises(UsageError, match="can be no folder's name"):
-        write_repository(replace(model, name="a/b"), tmp_path, triton=True)
+        write_repository(replace(model, name="a/b"), graph, tmp_path, triton=True)
