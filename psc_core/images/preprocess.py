@@ -44,6 +44,7 @@ _FILTERS = {name: Image.Resampling[name.upper()] for name in INTERPOLATIONS}
 RESIZERS: Final = ("torch", "pillow")
 _ROUNDING: Final = 1e-6  # relative difference of two means or deviations that may be one number, kept as float32
 MAKE_KNOWN: Final = "give fit the mean and std of your transform, fit(…, mean=…, std=…), or preprocess=…"
+_ROWS: Final = 64  # of an image, copied at a time
 _MAX_ENLARGED: Final = 4  # size in crops of what PyTorch resizes: unlike Pillow it resizes the whole and then crops
 
 
@@ -133,8 +134,13 @@ class Preprocess:
             image = image.convert(self.mode)
         if self.resizer == "torch" and self._is_small(image.size):
             # Pillow stores RGB as four bytes a pixel; copying all four takes half as long as picking three.
-            samples = bytearray(image.tobytes("raw", "RGBX" if self.mode == "RGB" else "L"))
-            return self._from_samples(np.frombuffer(samples, np.uint8).reshape(image.height, image.width, -1))
+            form, channels = ("RGBX", 4) if self.mode == "RGB" else ("L", 1)
+            samples = np.empty((image.height, image.width, channels), np.uint8)
+            for top in range(0, image.height, _ROWS):  # In parts, because Pillow holds what it copies three times.
+                rows = samples[top : top + _ROWS]
+                part = image.crop((0, top, image.width, top + len(rows)))
+                rows[:] = np.frombuffer(part.tobytes("raw", form), np.uint8).reshape(rows.shape)
+            return self._from_samples(samples)
         width, height = self._resized(*image.size)
         left, top = self.offset(width - self.width), self.offset(height - self.height)
         x, y = image.width / width, image.height / height
