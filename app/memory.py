@@ -23,8 +23,7 @@ from typing import Final
 from app.errors import NotReady, TooManyRequests
 
 COPIES: Final = 2  # the bytes held for each byte of a body
-# The bytes of a pixel while its image is decoded: Pillow takes four, and as many again to rotate or convert it.
-PIXEL_BYTES: Final = 8
+PIXEL_BYTES: Final = 14  # of a pixel while its image is decoded at most: Pillow's four, again to turn, blend and resize it
 BUDGET_FRACTION: Final = 1 / 4  # the budget, as a fraction of the memory that the process may have
 FULL_FRACTION: Final = 0.9  # the fraction of its memory above which the process accepts no more requests
 _IDLE_BYTES: Final = 1 << 20  # what requests may hold while the memory of an idle process is measured
@@ -103,7 +102,8 @@ class MemoryBudget:
         self._counts = memoryview(array("q", [0, process_bytes])) if counts is None else counts
         self._place = place  # of this process among the counts
         self._most_held = self._idle_bytes = 0
-        self._decoded = 0  # the part of it for images that are being decoded
+        self._decoded = 0  # the part of the budget for images that are being decoded
+        self._beyond = 0  # what they take beyond that
         self._released_at = time.monotonic()
         self._condition = threading.Condition(threading.Lock())
 
@@ -111,6 +111,10 @@ class MemoryBudget:
     def held(self) -> int:
         """What requests hold in this process now, bytes."""
         return self._counts[self._place]
+
+    @property
+    def _budgeted(self) -> int:
+        return self.held - self._beyond
 
     @property
     def largest_body(self) -> int:
@@ -121,10 +125,10 @@ class MemoryBudget:
         """Check that ``size`` more bytes could be held now."""
         self._check_left(size)
         # What is decoded in the room that is kept for it takes none from bodies.
-        if self.held - min(self._decoded, self._for_decoding) + size > self.total - self._for_decoding:
+        if self._budgeted - min(self._decoded, self._for_decoding) + size > self.total - self._for_decoding:
             raise TooManyRequests(
-                f"requests hold {self.held} of {self.total} bytes (max_buffered_bytes, or a quarter of the memory), of "
-                f"which {self._for_decoding} are reserved for decoding; {size} more do not fit; try again in 1 s",
+                f"requests hold {self._budgeted} of {self.total} bytes (max_buffered_bytes, or a quarter of the memory), "
+                f"of which {self._for_decoding} are reserved for decoding; {size} more do not fit; try again in 1 s",
                 retry_after=1,
             )
 
@@ -146,23 +150,25 @@ class MemoryBudget:
 
         Raises :class:`NotReady` for an image that would take more than the process has left.
         """
-        # Never more than is kept free for decoding, or an image could wait for ever.
-        size = min(PIXEL_BYTES * pixels, self._for_decoding)
+        size = PIXEL_BYTES * pixels
+        budgeted = min(size, self._for_decoding)  # Never more than is kept free, or an image could wait for ever.
 
         def has_room() -> bool:
             """Return whether there is room, for a second image without refusing the bodies of others meanwhile."""
-            return self.held + size <= self.total - (self._for_decoding if self._decoded else 0)
+            return self._budgeted + budgeted <= self.total - (self._for_decoding if self._decoded else 0)
 
         with self._condition:
             self._condition.wait_for(has_room)
-            self._check_left(PIXEL_BYTES * pixels)
-            self._decoded += size
+            self._check_left(size)
+            self._decoded += budgeted
+            self._beyond += size - budgeted
             self._hold(size)
         try:
             yield
         finally:
             with self._condition:
-                self._decoded -= size
+                self._decoded -= budgeted
+                self._beyond -= size - budgeted
             self.give(size)
 
     def should_release(self, elsewhere: int = 0) -> bool:

@@ -19,20 +19,34 @@ from tests.app.http.support import check_predictions, check_problem
 from tests.app.support import PNG, running, until
 
 
-def budget(total: int = 1000, *, max_pixels: int = 25) -> MemoryBudget:
+def budget(total: int = 125 * PIXEL_BYTES, *, max_pixels: int = 25) -> MemoryBudget:
     return MemoryBudget(total, process_memory(), max_pixels=max_pixels)
 
 
 def test_what_does_not_fit_is_refused_and_decoding_has_room_of_its_own() -> None:
     held = budget()
-    assert held.largest_body == (1000 - 25 * PIXEL_BYTES) // COPIES
-    held.take(800)
+    assert held.largest_body == 100 * PIXEL_BYTES // COPIES
+    held.take(100 * PIXEL_BYTES)
     with pytest.raises(TooManyRequests):
         held.take(1)
     with held.decoding(25):
         pass
-    held.give(800)
-    held.take(800)
+    held.give(100 * PIXEL_BYTES)
+    held.take(100 * PIXEL_BYTES)
+
+
+def test_what_an_image_takes_beyond_its_room_is_known_to_other_processes() -> None:
+    counts = Board(2).memory
+    fronts = [MemoryBudget(100, 1 << 40, max_pixels=25, counts=counts, place=place) for place in (0, 1)]
+    counts[-1] = 15 * PIXEL_BYTES
+    with fronts[0].decoding(10):
+        fronts[0].take(50)  # Its budget counts no more of an image than is kept for it.
+        fronts[0].give(50)
+        with pytest.raises(NotReady, match="this takes 0 MiB"), fronts[1].decoding(10):
+            pass
+    with fronts[1].decoding(10):
+        pass
+    assert sum(counts[:-1]) == 0
 
 
 def test_an_image_larger_than_its_room_is_decoded_alone() -> None:
@@ -49,21 +63,21 @@ def test_a_second_image_waits_where_the_bodies_of_others_would_be_refused() -> N
         with held.decoding(25):
             begun.set()
 
-    held.take(500)
+    held.take(62 * PIXEL_BYTES)
     with ThreadPoolExecutor(1) as pool:
         with held.decoding(25):
             second = pool.submit(decode)
-            held.take(100)
+            held.take(12 * PIXEL_BYTES)
             assert not begun.wait(0.1)
         second.result(timeout=30)
-    held.give(500)
+    held.give(62 * PIXEL_BYTES)
     with held.decoding(25):
         decode()
 
 
 def test_decoding_waits_for_others_that_decode() -> None:
     held = budget()
-    held.take(700)
+    held.take(87 * PIXEL_BYTES)
     inside, go_on, seen = threading.Event(), threading.Event(), list[str]()
 
     def first() -> None:
@@ -168,7 +182,7 @@ def test_an_image_that_would_take_the_last_of_the_memory_is_refused(monkeypatch:
         pass
     assert held.held == 0
     with held.decoding(100_000 // PIXEL_BYTES):
-        assert held.held == 100_000
+        assert held.held == 100_000 // PIXEL_BYTES * PIXEL_BYTES
 
 
 def test_what_requests_hold_counts_once_when_the_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
