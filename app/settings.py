@@ -354,7 +354,9 @@ class Settings(BaseSettings):
         """Order the sources: flags win over the environment, which wins over the file that either names."""
         check_environment(cls.model_fields)
         flags = init_settings.init_kwargs if isinstance(init_settings, InitSettingsSource) else {}
-        return init_settings, env_settings, InitSettingsSource(settings_cls, read_config(flags.get("config")))
+        # Empty variables are ignored, but this one names no images; its default would store some.
+        empty = {"log_images": ()} if os.environ.get(f"{ENV_PREFIX}LOG_IMAGES") == "" else {}
+        return init_settings, env_settings, InitSettingsSource(settings_cls, read_config(flags.get("config")) | empty)
 
 
 for _field in Settings.model_fields.values():  # A description that takes two lines here is one line elsewhere.

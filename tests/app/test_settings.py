@@ -112,6 +112,14 @@ def test_ignores_empty_variables_and_those_of_others(environment: Environment) -
     assert load_settings() == default
 
 
+def test_an_empty_list_of_images_to_log_counts(tmp_path: Path, environment: Environment) -> None:
+    (tmp_path / "psc.toml").write_text("log_images = 'accept'\n")
+    assert settings_from(["--log-images", ""]).log_images == ()
+    environment({"PSC_LOG_IMAGES": "", "PSC_CONFIG": str(tmp_path / "psc.toml")})
+    assert load_settings().log_images == ()
+    assert load_settings({"log_images": "accept"}).log_images == ("accept",)
+
+
 def test_bundles_have_names() -> None:
     settings = load_settings({"bundle": "main=/b/one, /b/two/"})
     assert settings.named_bundles == (("main", Path("/b/one")), ("two", Path("/b/two/")))
