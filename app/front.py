@@ -119,11 +119,13 @@ def front_memory(settings: Settings, board: Board, place: int) -> MemoryBudget:
 class Front:
     """The application that uvicorn runs in a front."""
 
-    def __init__(self, settings: Settings, board: Board, place: Place, *, on_start: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: Settings, keys: ApiKeys, board: Board, place: Place, *, on_start: Callable[[], None]
+    ) -> None:
         self.settings = settings
         self.inflight = 0
         self.memory = front_memory(settings, board, place.index)
-        self._keys = ApiKeys.of(settings)
+        self._keys = keys
         self._board, self._place = board, place
         self._on_start = on_start
         self._arena = Arena(place.memory, self.memory.total)

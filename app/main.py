@@ -32,7 +32,7 @@ from app.http.middleware import DirectRoutes, HostAllowList, ProblemCORS, Proble
 from app.log import LogWriter
 from app.metrics import Metrics, forget_dead_processes
 from app.models import ModelStarter, Registry, load_bundle
-from app.service import ApiKeys, Host, Service
+from app.service import Host, Service
 from app.settings import Settings
 from psc_core import __version__
 from psc_core.allocator import keep_freed_memory, release_freed_memory
@@ -177,7 +177,7 @@ def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, h
     """Make the parts of a service, none of which is started; takes the arguments of :func:`create_app`."""
     if settings.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
         raise UsageError("compile needs a C++ compiler, and none was found; install g++, or leave compile out")
-    keys, metrics = ApiKeys.of(settings), Metrics()
+    keys, metrics = host.keys(settings), Metrics()
     memory = host.memory(settings)
     log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, metrics)
     names = [name for name, _ in settings.named_bundles] if models is None else list(models)

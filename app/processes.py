@@ -244,8 +244,9 @@ class FrontCalls:
 class EngineHost(UvicornHost):
     """The process of the engine."""
 
-    def __init__(self, address: str, began: float, lifeline: int, board: Board) -> None:
+    def __init__(self, address: str, began: float, keys: ApiKeys, lifeline: int, board: Board) -> None:
         super().__init__(address, began)
+        self._keys = keys
         self._board = board
         self._number = board.engine
         self._lifeline = lifeline  # a file that can be read once the parent has ended
@@ -254,6 +255,9 @@ class EngineHost(UvicornHost):
     def models_loaded(self, service: Service) -> None:
         self._board.set_ready(self._number)  # Before any answer says so: an engine that ends after it is replaced.
         super().models_loaded(service)
+
+    def keys(self, settings: Settings) -> ApiKeys:
+        return self._keys
 
     def memory(self, settings: Settings) -> MemoryBudget:
         counts, place = self._board.memory, self._board.fronts
@@ -369,6 +373,7 @@ class Processes:
         self._listener = listener
         self._address = address
         self._began = began
+        self._keys = ApiKeys.of(settings)  # Once: a file that changes meanwhile must not divide the processes.
         fronts = settings.fronts
         # As much as requests may hold in one process, so that the largest one finds room; untouched, it takes none.
         size = Host().memory(settings).total
@@ -385,7 +390,6 @@ class Processes:
 
     def run(self) -> tuple[int, str]:
         """Serve until told to end; return the exit code, and the reason in one line if it is not 0."""
-        ApiKeys.of(self._settings)  # A file that cannot be read is better said before anything starts.
         with self._signals():
             for place in (self._board.fronts, *range(self._board.fronts)):
                 self._start(place)
@@ -436,7 +440,7 @@ class Processes:
             place.front.close()
 
         async def run() -> Service:
-            host = EngineHost(self._address, self._began, self._lifeline, self._board)
+            host = EngineHost(self._address, self._began, self._keys, self._lifeline, self._board)
             return await _answer_fronts(self._settings, host, self._board, self._places)
 
         try:
@@ -475,7 +479,7 @@ class Processes:
             if server.should_exit:  # The signal came before.
                 front.stop_waiting()
 
-        front = Front(self._settings, self._board, own, on_start=end_later)
+        front = Front(self._settings, self._keys, self._board, own, on_start=end_later)
         server = LastAccepting(uvicorn_config(self._settings, lambda: front))
         # Until uvicorn has its own: an exception within the loop, as before, would end the process with a traceback.
         signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))

@@ -121,6 +121,10 @@ class Host:
     def models_changed(self) -> None:
         """React when every model is ready, or when models that a reload replaced have ended."""
 
+    def keys(self, settings: Settings) -> ApiKeys:
+        """Return the API keys that requests are checked against."""
+        return ApiKeys.of(settings)
+
     def memory(self, settings: Settings) -> MemoryBudget:
         """Return the memory that requests may hold in the service's process."""
         return MemoryBudget(settings.max_buffered_bytes, process_memory(), max_pixels=settings.max_pixels)

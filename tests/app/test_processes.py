@@ -27,7 +27,7 @@ from app.channel import CALL, HELLO, MODELS, Board, Channel, Place
 from app.front import Front, Taken
 from app.http.model import QUERY
 from app.processes import EngineHost, FrontCalls
-from app.service import Service
+from app.service import ApiKeys, Service
 from app.settings import Settings
 from tests.app.fakes import POISON, PREPROCESS, png
 from tests.app.support import PNG, running, until
@@ -37,15 +37,16 @@ from tests.served import GUARD_SECONDS, HTTP, Server, is_alive, serve_fake
 PREDICTIONS: Final = 'psc_predictions_total{label="dark",model="m"} %d.0'
 JSON: Final = {"content-type": "application/json"}
 ADMIN: Final = {"x-api-key": "secret"}
+KEYS: Final = ApiKeys(frozenset(), frozenset(), frozenset())
 
 
-def predict(server: Server) -> httpx.Response:
-    return HTTP.post(server.url + "/predict", content=png(1), headers=PNG)
+def predict(server: Server, **headers: str) -> httpx.Response:
+    return HTTP.post(server.url + "/predict", content=png(1), headers=PNG | headers)
 
 
-def predicts(server: Server) -> bool:
+def predicts(server: Server, **headers: str) -> bool:
     with contextlib.suppress(httpx.TransportError):  # The process that accepted the connection is being replaced.
-        return predict(server).status_code == 200
+        return predict(server, **headers).status_code == 200
     return False
 
 
@@ -234,6 +235,18 @@ def test_a_process_that_does_not_move_is_replaced() -> None:
             server.wait_for_log(f"{name.removeprefix('psc-')} has not moved for 2 s")
             server.until(lambda name=name, before=before: server.children.get(name, before) != before)
             server.until(lambda: predicts(server))
+
+
+@pytest.mark.parametrize("name", ["front-0", "engine"])
+def test_a_new_process_has_the_keys_of_the_others(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(ADMIN["x-api-key"])
+    with serve_fake("--workers=1", f"--api-keys-file={file}") as server:
+        file.write_text("")
+        os.kill(server.children[f"psc-{name}"], signal.SIGKILL)
+        server.wait_for_log(f"{name} has ended (-9) and is replaced")
+        server.until(lambda: server.process.poll() is not None or predicts(server, **ADMIN))
+        assert predict(server).status_code == 401
 
 
 def test_a_service_that_was_stopped_as_a_whole_goes_on() -> None:
@@ -427,7 +440,7 @@ async def test_every_request_of_many_clients_gets_its_own_answer(server: Server)
 async def test_a_front_that_is_to_end_waits_for_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.front._MEET_SECONDS", None)  # without limit
     place = Place.make(0, 1 << 16)
-    front = Front(Settings(), Board(1), place, on_start=lambda: front.stop_waiting())
+    front = Front(Settings(), KEYS, Board(1), place, on_start=lambda: front.stop_waiting())
     asked, said = iter(["lifespan.startup", "lifespan.shutdown"]), []
 
     async def receive() -> dict[str, Any]:
@@ -454,7 +467,7 @@ async def test_a_front_without_a_file_descriptor_still_says_that_it_is_alive(mon
         return 0
 
     monkeypatch.setattr("app.front.resident_bytes", measure)
-    front = Front(Settings(), board, place, on_start=lambda: front.stop_waiting())
+    front = Front(Settings(), KEYS, board, place, on_start=lambda: front.stop_waiting())
     asked = iter(["lifespan.startup", "lifespan.shutdown"])
 
     async def receive() -> dict[str, Any]:
@@ -475,7 +488,7 @@ async def test_a_front_without_a_file_descriptor_still_says_that_it_is_alive(mon
 @pytest.mark.anyio
 async def test_a_front_whose_parent_and_engine_were_killed_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     place, board, statuses = Place.make(0, 1 << 16), Board(1), list[int]()
-    front = Front(Settings(), board, place, on_start=lambda: None)
+    front = Front(Settings(), KEYS, board, place, on_start=lambda: None)
     came: deque[Any] = deque()
     engine = Channel(place.engine, came.append)
     asked = iter(["lifespan.startup", "lifespan.shutdown"])
@@ -511,7 +524,7 @@ async def test_a_front_whose_parent_and_engine_were_killed_answers(monkeypatch: 
 @pytest.mark.anyio
 async def test_a_front_alone_answers_as_the_application_does() -> None:
     place, origin = Place.make(0, 1 << 16), {"origin": "https://page.example"}
-    front = Front(Settings(cors_origins=(origin["origin"],)), Board(1), place, on_start=lambda: None)
+    front = Front(Settings(cors_origins=(origin["origin"],)), KEYS, Board(1), place, on_start=lambda: None)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://test") as client:
         answers = [await client.get(path, headers=origin) for path in ("/healthz", "/v2/health/live", "/predict")]
     place.close()
@@ -554,7 +567,7 @@ async def test_a_new_front_ends_the_requests_whose_images_are_in_its_memory(
 
 def test_an_engine_counts_as_ready_before_any_answer_says_so() -> None:
     board = Board(1)
-    host = EngineHost("", 0.0, -1, board)
+    host = EngineHost("", 0.0, KEYS, -1, board)
     assert board.ready_engine != board.engine
     host.models_loaded(cast("Service", SimpleNamespace(registry=SimpleNamespace(served=()))))
     assert board.ready_engine == board.engine
