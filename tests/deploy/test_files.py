@@ -128,6 +128,7 @@ def test_compose_runs_the_service_locked_down(name: str) -> None:
     )
     assert "healthcheck" not in service, "the image has it; here it could only be switched off"
     assert int(service["stop_grace_period"].removesuffix("s")) > DEFAULTS.drain_seconds + 2
+    assert service["restart"] == "unless-stopped", "code 0 comes of a reboot too, and tries never count down"
 
 
 def test_compose_gives_prometheus_the_files_of_this_folder() -> None:
