@@ -375,3 +375,13 @@ def test_body_limit_of_the_ingress_is_the_services() -> None:
     ingress = yaml.safe_load((OVERLAYS / "ingress" / "ingress.yaml").read_text(encoding="utf-8"))
     limit = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"]
     assert limit == f"{DEFAULTS.max_body_bytes >> 20}m"
+
+
+def test_the_ingress_publishes_every_route_but_the_metrics() -> None:
+    (rule,) = by_kind(rendered(OVERLAYS / "ingress"))["Ingress"]["spec"]["rules"]
+    prefixes = [each["path"] for each in rule["http"]["paths"] if each["pathType"] == "Prefix"]
+    assert [each["path"] for each in rule["http"]["paths"] if each["pathType"] == "Exact"] == ["/"]
+    unlisted = {"/page", "/docs", "/docs-assets", "/openapi.json", "/feedback"}  # In no document, or with a log alone.
+    assert unlisted < set(prefixes)
+    published = {route for route in routes() if any(f"{route}/".startswith(f"{prefix}/") for prefix in prefixes)}
+    assert published == routes() - {"/metrics"}
