@@ -169,6 +169,7 @@ def test_arguments_of_the_runtime_of_kserve_are_flags() -> None:
     name = load("deploy/kserve/inferenceservice.yaml")["metadata"]["name"]
     settings = settings_from([each.replace("{{.Name}}", name) for each in container["args"]])
     assert [bundle for bundle, _ in settings.named_bundles] == [name]
+    assert 5 + settings.drain_seconds + 2 < 30, "the wait of preStop, and the time that Kubernetes gives by default"
 
 
 def rules(kind: str) -> list[dict[str, Any]]:
@@ -325,6 +326,9 @@ def test_probes_and_ports_are_the_services(base: Documents) -> None:
     _, container = pod_of(base)
     port = container["ports"][0]
     assert str(port["containerPort"]) in last_stage("EXPOSE")
+    (kserve,) = load("deploy/kserve/servingruntime.yaml")["spec"]["containers"]
+    for probe in ("readinessProbe", "livenessProbe"):
+        assert kserve[probe] | {"httpGet": ...} == container[probe] | {"httpGet": ...}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["port"] == port["name"]
         assert container[probe]["httpGet"]["path"] in routes()
