@@ -348,6 +348,7 @@ def test_runs_locked_down_and_waits_for_the_drain(base: Documents) -> None:
     assert [user] == last_stage("USER")
     pause = float(re.findall(r"sleep\((\d+)\)", container["lifecycle"]["preStop"]["exec"]["command"][2])[0])
     assert spec["terminationGracePeriodSeconds"] > pause + DEFAULTS.drain_seconds + 2
+    assert base["PodDisruptionBudget"]["spec"]["maxUnavailable"] == 1
 
 
 def test_gpu_overlay_replaces_an_instance_before_it_starts_another() -> None:
