@@ -346,6 +346,7 @@ def test_runs_locked_down_and_waits_for_the_drain(base: Documents) -> None:
     assert spec["enableServiceLinks"] is False
     user = f"{spec['securityContext']['runAsUser']}:{spec['securityContext']['runAsGroup']}"
     assert [user] == last_stage("USER")
+    assert spec["securityContext"]["fsGroup"] == spec["securityContext"]["runAsGroup"]
     pause = float(re.findall(r"sleep\((\d+)\)", container["lifecycle"]["preStop"]["exec"]["command"][2])[0])
     assert spec["terminationGracePeriodSeconds"] > pause + DEFAULTS.drain_seconds + 2
     assert base["PodDisruptionBudget"]["spec"]["maxUnavailable"] == 1
