@@ -254,6 +254,12 @@ def test_an_autoscaler_alone_says_how_many_instances_there_are(name: str) -> Non
     assert "replicas" not in by_kind(rendered(OVERLAYS / name))["Deployment"]["spec"]
 
 
+def test_keda_scales_by_one_job() -> None:
+    for trigger in by_kind(rendered(OVERLAYS / "keda"))["ScaledObject"]["spec"]["triggers"]:
+        (series,) = re.findall(r"(psc_\w+){job=\"[^\"]+\"}", trigger["metadata"]["query"])
+        assert documented(series)
+
+
 def test_the_lock_pins_every_requirement() -> None:
     """So the sample and the bill of materials, which read it, miss none."""
     lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()[1:]
