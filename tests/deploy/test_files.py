@@ -378,6 +378,12 @@ def test_bundle_overlays_serve_the_bundle_they_bring(name: str) -> None:
         assert init["command"][-1] == str(path)
 
 
+def test_the_role_of_a_pod_is_reached() -> None:
+    egress = by_kind(rendered(OVERLAYS / "s3-bundle"))["NetworkPolicy"]["spec"]["egress"]
+    (rule,) = (each for each in egress if each["ports"][0]["port"] == 80)
+    assert [each["ipBlock"]["cidr"] for each in rule["to"]] == ["169.254.170.23/32", "169.254.169.254/32"]
+
+
 def test_rules_of_the_operator_are_those_of_prometheus(made: Path) -> None:
     rules = by_kind(rendered(made / "overlays" / "prometheus-operator"))["PrometheusRule"]
     assert rules["spec"]["groups"] == load("deploy/alerts.yml")["groups"]
