@@ -378,6 +378,11 @@ def test_bundle_overlays_serve_the_bundle_they_bring(name: str) -> None:
         assert init["command"][-1] == str(path)
 
 
+def test_the_bundle_is_on_a_volume_that_exists() -> None:
+    claim = by_kind(rendered(OVERLAYS / "pvc"))["PersistentVolumeClaim"]["spec"]
+    assert (claim["storageClassName"], claim["volumeName"]) == ("", "psc-bundle"), "or a new one would be empty"
+
+
 def test_the_role_of_a_pod_is_reached() -> None:
     egress = by_kind(rendered(OVERLAYS / "s3-bundle"))["NetworkPolicy"]["spec"]["egress"]
     (rule,) = (each for each in egress if each["ports"][0]["port"] == 80)
