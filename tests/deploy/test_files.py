@@ -394,6 +394,14 @@ def test_rules_of_the_operator_are_those_of_prometheus(made: Path) -> None:
     assert rules["spec"]["groups"] == load("deploy/alerts.yml")["groups"]
 
 
+def test_pods_that_have_not_begun_are_not_scraped() -> None:
+    monitors = [OVERLAYS / "prometheus-operator/pod-monitor.yaml", DEPLOY / "ray/rayservice.yaml"]
+    for monitor in (by_kind(file.read_text(encoding="utf-8"))["PodMonitor"] for file in monitors):
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        dropped = {"sourceLabels": ["__meta_kubernetes_pod_phase"], "regex": "Pending", "action": "drop"}
+        assert dropped in endpoint["relabelings"]
+
+
 def test_body_limit_of_the_ingress_is_the_services() -> None:
     ingress = yaml.safe_load((OVERLAYS / "ingress" / "ingress.yaml").read_text(encoding="utf-8"))
     limit = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"]
