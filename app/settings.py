@@ -322,7 +322,7 @@ class Settings(BaseSettings):
     @cached_property
     def decoders(self) -> int:
         """The number of threads that decode images; a request is cut into at most as many chunks."""
-        return self.decode_threads or min(_MAX_DECODERS, len(os.sched_getaffinity(0)))
+        return self.decode_threads or min(_MAX_DECODERS, _cpus())
 
     @property
     def named_bundles(self) -> tuple[tuple[str, Path], ...]:

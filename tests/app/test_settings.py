@@ -150,16 +150,23 @@ def test_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpus", "limit", "fronts"),
-    [(1, None, 0), (2, None, 2), (3, None, 2), (16, "max 100000", 8), (64, "200000 100000", 2), (8, "50000 100000", 0)],
+    ("cpus", "limit", "fronts", "decoders"),
+    [
+        (1, None, 0, 1),
+        (2, None, 2, 2),
+        (3, None, 2, 3),
+        (16, "max 100000", 8, 16),
+        (64, "200000 100000", 2, 2),
+        (8, "50000 100000", 0, 1),
+    ],
 )
-def test_there_are_as_many_fronts_as_cpus_may_be_used(
-    cpus: int, limit: str | None, fronts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_there_are_as_many_fronts_and_decoders_as_cpus_may_be_used(
+    cpus: int, limit: str | None, fronts: int, decoders: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
     monkeypatch.setattr("app.settings._CPU_LIMIT", tmp_path / "cpu.max")
     if limit is not None:
         (tmp_path / "cpu.max").write_text(limit)
-    assert load_settings().fronts == fronts
+    assert (load_settings().fronts, load_settings().decoders) == (fronts, decoders)
     assert load_settings({"workers": 5}).fronts == 5
     assert load_settings({"workers": 0}).fronts == 0
