@@ -215,6 +215,14 @@ def test_every_alert_says_what_to_do() -> None:
     assert listed == [(rule["alert"], rule["labels"]["severity"]) for rule in rules("alert")]
 
 
+def test_the_dashboard_shows_equal_steps_of_p_values_and_the_time_of_answers_alone() -> None:
+    (heat,) = (each for each in dashboard_expressions() if "psc_ood_p_value_bucket" in each)
+    shown = re.findall(r'le=~"([^"]+)"', heat)[0]
+    steps = [each for each in documented("psc_ood_p_value").options["buckets"] if re.fullmatch(shown, str(each))]
+    assert steps == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+    assert all('status="200"' in each for each in dashboard_expressions() if "psc_request_seconds_bucket" in each)
+
+
 def documented(series: str) -> Metric:
     known = {row.name: row for row in METRICS}
     return known.get(series) or known[re.sub(r"_(bucket|sum|count)$", "", series)]
