@@ -122,8 +122,8 @@ def run(arguments: Sequence[str]) -> int:
     if not settings.bundle:
         raise UsageError("no bundle to serve; pass --bundle DIR, or --demo")
     for name, path in settings.named_bundles:
-        if not (path / "manifest.json").is_file():
-            raise UsageError(f"bundle {name}: {why_no_bundle(path)}")
+        if reason := why_no_bundle(path):
+            raise UsageError(f"bundle {name}: {reason}")
     _check_tls(settings.tls_certificate, settings.tls_key)
     for name, path in settings.named_bundles:
         check_factory(name, path / "manifest.json", settings.allow_factories)

@@ -541,8 +541,8 @@ def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
 def _parse_manifest(path: Path) -> tuple[Manifest, str]:
     """Return the manifest, and the version computed from its content."""
     file = path / "manifest.json"
-    if not file.exists():
-        raise BundleError(why_no_bundle(path))
+    if reason := why_no_bundle(path):
+        raise BundleError(reason)
     text = read_inside(path, file.name, MAX_MANIFEST_BYTES)
     try:
         body = json.loads(text.decode(), object_pairs_hook=_reject_duplicates)

@@ -7,6 +7,7 @@ maps them to HTTP in one table (``app/errors.py``).
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -128,12 +129,17 @@ EXPORTED: Final = ("model.onnx", "model-any-size.onnx")  # the graphs of a folde
 
 
 def why_no_bundle(folder: Path) -> str:
-    """Return why a folder without a manifest is no bundle, and what to do."""
-    if any((folder / graph).exists() for graph in EXPORTED):
-        return (
-            f"{folder} was written by psc-export and is no bundle; give the bundle that it came from, "
-            "as in psc-serve --bundle BUNDLE"
-        )
+    """Return why a folder is no bundle, and what to do; empty if it has a manifest."""
+    try:
+        if (folder / "manifest.json").exists():
+            return ""
+        if any((folder / graph).exists() for graph in EXPORTED):
+            return (
+                f"{folder} was written by psc-export and is no bundle; give the bundle that it came from, "
+                "as in psc-serve --bundle BUNDLE"
+            )
+    except OSError as error:
+        return f"user {os.geteuid()} cannot read {folder} ({error.strerror}); check the path and its permissions"
     return f"{folder} is not a bundle, it has no manifest.json; make one with psc-fit"
 
 

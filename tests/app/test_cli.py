@@ -44,6 +44,7 @@ def test_an_exported_folder_is_sent_to_its_bundle(tmp_path: Path) -> None:
     [
         ([], {}, "no bundle to serve"),
         (["--bundle", "/nowhere"], {}, "manifest.json"),
+        (["--bundle", f"m=/{'x' * 256}"], {}, f"user {os.geteuid()} cannot read /"),
         (["--alpha", "7"], {}, "alpha"),
         (["--config", "/nowhere.toml"], {}, "--config"),
         (["--prot", "1"], {}, "--prot"),
