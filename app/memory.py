@@ -23,7 +23,7 @@ from typing import Final
 from app.errors import NotReady, TooManyRequests
 
 COPIES: Final = 2  # the bytes held for each byte of a body
-PIXEL_BYTES: Final = 14  # of a pixel while its image is decoded at most: Pillow's four, again to turn, blend and resize it
+PIXEL_BYTES: Final = 14  # at most, of a pixel while its image is decoded: Pillow's four, again to turn, blend and copy
 BUDGET_FRACTION: Final = 1 / 4  # the budget, as a fraction of the memory that the process may have
 FULL_FRACTION: Final = 0.9  # the fraction of its memory above which the process accepts no more requests
 _IDLE_BYTES: Final = 1 << 20  # what requests may hold while the memory of an idle process is measured
@@ -127,8 +127,8 @@ class MemoryBudget:
         # What is decoded in the room that is kept for it takes none from bodies.
         if self._budgeted - min(self._decoded, self._for_decoding) + size > self.total - self._for_decoding:
             raise TooManyRequests(
-                f"requests hold {self._budgeted} of {self.total} bytes (max_buffered_bytes, or a quarter of the memory), "
-                f"of which {self._for_decoding} are reserved for decoding; {size} more do not fit; try again in 1 s",
+                f"requests hold {self._budgeted} of {self.total} bytes (max_buffered_bytes, or a quarter of memory); "
+                f"{self._for_decoding} of these are reserved for decoding; {size} more do not fit; try again in 1 s",
                 retry_after=1,
             )
 
