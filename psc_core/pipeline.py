@@ -202,6 +202,10 @@ class Pipeline(nn.Module):
     def is_traced(self) -> bool:
         return self.scorer.backbone.is_traced
 
+    @property
+    def has_hooks(self) -> bool:
+        return self.scorer.backbone.has_hooks
+
     def with_backbone(self, backbone: Backbone) -> Pipeline:
         """Return a pipeline with another backbone; it shares everything else."""
         return self.with_scorer(self.scorer.replace(backbone=backbone))

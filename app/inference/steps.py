@@ -247,7 +247,7 @@ class EagerStep:
 
         Two batches on one core each are done sooner than one after the other on both: no core waits for another.
         """
-        if self._device.type != "cpu" or self._fixed_shapes or self._threads < 2:
+        if self._device.type != "cpu" or self._fixed_shapes or self._threads < 2 or self._network.has_hooks:
             return None
         other = copy(self)
         other.is_alone = False

@@ -200,7 +200,7 @@ class HookPlan:
 
 
 class HookedNetwork(nn.Module):
-    """A copy of ``net`` that runs as far as ``plan`` says; hooks catch the outputs, so it is not thread-safe."""
+    """A copy of ``net`` that runs as far as ``plan`` says; hooks catch the outputs, so threads take turns."""
 
     def __init__(self, net: nn.Module, layers: Sequence[str], plan: HookPlan, *, keep_output: bool) -> None:
         super().__init__()
@@ -208,9 +208,17 @@ class HookedNetwork(nn.Module):
         self.layers = tuple(layers)
         self.keep_output = keep_output
         self.stop = plan.stop
+        self._turn = threading.Lock()
         for name in plan.dropped:
             parent, _, attribute = name.rpartition(".")
             setattr(self.net.get_submodule(parent), attribute, _Dropped(name))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_turn": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._turn = threading.Lock()  # which cannot be copied
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         values: dict[str, Tensor] = {}
@@ -226,7 +234,7 @@ class HookedNetwork(nn.Module):
 
         logits = None
         # Only an exception can end the forward pass of a network that cannot be traced.
-        with ExitStack() as hooks, suppress(_Stop):
+        with self._turn, ExitStack() as hooks, suppress(_Stop):
             for name in self.layers:
                 hooks.enter_context(_attach(self.net, name, partial(catch, name)))
             logits = self.net(x)
@@ -278,7 +286,7 @@ _CUT_ERROR = 1e-5  # maximum difference between the traced and the original netw
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut through a network: by a graph that many threads may run, or by hooks that one thread may run at a time."""
+    """A cut through a network: by a graph that many threads may run, or by hooks, for which they take turns."""
 
     layers: tuple[str, ...]
     layouts: tuple[Layout, ...] | None  # where each layer has its channels; None if the body gives canonical features
@@ -315,7 +323,12 @@ class Backbone(nn.Module):
     @property
     def is_traced(self) -> bool:
         """True if the body is a PyTorch graph, which several threads may run and CUDA graphs can capture."""
-        return self.cut.hooks is None and self.onnx is None
+        return not self.has_hooks and self.onnx is None
+
+    @property
+    def has_hooks(self) -> bool:
+        """True if the body is cut by hooks, so that threads take turns."""
+        return self.cut.hooks is not None
 
     @property
     def onnx(self) -> bytes | None:

@@ -40,7 +40,7 @@ class FakePipeline:
     It notes the sizes of batches and its callers, and fails on command; steps wait for ``check``.
     """
 
-    is_traced = False
+    is_traced = has_hooks = False
     map: LayerMap | None = None
     stored_images: StoredImages | None = None
 

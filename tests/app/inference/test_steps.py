@@ -75,6 +75,9 @@ def test_a_step_beside_another_has_images_of_its_own_and_half_of_the_threads() -
     step = make_step(network, shape, max_batch=2, device=cpu, threads=TorchThreads(4, 1))
     assert isinstance(step, EagerStep)
     assert make_step(network, shape, max_batch=2, device=cpu, threads=TorchThreads(1, 1)).beside() is None
+    network.has_hooks = True  # Its passes take turns, which needs all threads for each.
+    assert step.beside() is None
+    network.has_hooks = False
     other = step.beside()
     assert other is not None
     for each, value in ((step, 3), (other, 7)):

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import copy
 import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -390,6 +392,20 @@ def test_the_first_of_several_outputs_is_the_layers() -> None:
     hooked = HookedNetwork(net, ["0", "1"], HookPlan(), keep_output=False)(images)
     for twice, plus_one in (hooked, cut_graph(net, ["0", "1"], keep_output=False)(images)):
         assert torch.equal(twice, 2 * images) and torch.equal(plus_one, 2 * images + 1)
+
+
+def test_threads_do_not_swap_what_hooks_catch() -> None:
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = x
+            time.sleep(0.01)
+            return 2 * self.kept
+
+    net = nn.Sequential(nn.Identity(), Slow())
+    hooked = copy.deepcopy(HookedNetwork(net, ["0", "1"], HookPlan(), keep_output=False))
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(hooked, [torch.full((1,), float(index)) for index in range(12)]))
+    assert [(float(once), float(twice)) for once, twice in answers] == [(index, 2 * index) for index in range(12)]
 
 
 IMAGES = torch.zeros(2, 1, 28, 28)
