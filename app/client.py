@@ -77,6 +77,7 @@ DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _METHODS: Final = {ClassificationResponse: "predict", RegressionResponse: "predict_values"}
 AnyResponse = TypeVar("AnyResponse", bound=Response)
 ImageInput = str | Path | bytes  # the path of a file, or the bytes of one
+_CONNECTIONS: Final = 100  # of a client at most, as in httpx
 _RETRIED_STATUS: Final = frozenset({429, 503})
 _NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _REASONS: Final = {each.value: each.phrase for each in HTTPStatus}
@@ -480,7 +481,8 @@ class Client(_Requests):
 class AsyncClient(_Requests):
     """An asynchronous client; use it as an asynchronous context manager.  Its arguments are :class:`Client`'s.
 
-    A request that was sent keeps its connection until it is answered, also if its call is cancelled.
+    A request that was sent keeps its connection until it is answered, also if its call is cancelled.  Of more than 100
+    calls at once, the others wait for a connection.
     """
 
     def __init__(
@@ -495,6 +497,7 @@ class AsyncClient(_Requests):
         super().__init__(url, api_key, timeout_s, retry)
         with self._environment():
             self._http = httpx.AsyncClient(**self._options, transport=transport)
+        self._connections = asyncio.Semaphore(_CONNECTIONS)
         self._sending: set[asyncio.Task[httpx.Response]] = set()
 
     async def __aenter__(self) -> Self:
@@ -533,6 +536,7 @@ class AsyncClient(_Requests):
         while True:
             attempt += 1
             outcome: httpx.Response | httpx.HTTPError
+            await self._connections.acquire()
             # It ends even if the call is cancelled: httpcore would keep its place in the pool for ever.
             sending = asyncio.create_task(self._http.send(request))
             self._sending.add(sending)
@@ -547,6 +551,7 @@ class AsyncClient(_Requests):
             await asyncio.sleep(step)
 
     def _sent(self, sending: asyncio.Task[httpx.Response]) -> None:
+        self._connections.release()
         self._sending.discard(sending)
         if not sending.cancelled():
             sending.exception()  # Or asyncio would log that nobody has asked for it.

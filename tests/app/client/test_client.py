@@ -179,6 +179,27 @@ def test_cancelled_calls_leave_room_for_others() -> None:
         assert asyncio.run(call(url)) == "m"
 
 
+def test_a_call_cancelled_while_it_waits_for_a_connection_is_not_sent() -> None:
+    async def call() -> tuple[int, int]:
+        answered, sent = asyncio.Event(), []
+
+        async def answer_later(request: httpx.Request) -> httpx.Response:
+            sent.append(request)
+            await answered.wait()
+            return httpx.Response(200, json={})
+
+        async with AsyncClient(transport=httpx.MockTransport(answer_later)) as client:
+            calls = [asyncio.create_task(client.model()) for _ in range(103)]
+            while len(sent) < 100:
+                await asyncio.sleep(0)
+            calls[101].cancel()
+            answered.set()
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        return outcomes.count({}), len(sent)
+
+    assert asyncio.run(call()) == (102, 102)
+
+
 def test_a_full_pool_is_not_called_an_absent_service(send: Send, waits: list[float]) -> None:
     with pytest.raises(ConnectionFailed, match="fewer calls at once"):
         send(Script(httpx.PoolTimeout("")), retry=Retry(attempts=1))
