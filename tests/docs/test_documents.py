@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import shtab
@@ -106,6 +107,15 @@ def test_readme_python_imports_exported_names() -> None:
     (names,) = re.findall(r"from psc_core import (.*)", block)
     for name in names.split(", "):
         assert hasattr(psc_core, name)
+
+
+def test_scores_are_read_with_the_names_of_their_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "scoring.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("scores").mkdir()
+    Path("scores/part-00000.jsonl").write_text('{"item": "1", "label": "007", "ood_score": 0.5}\n')
+    exec(block, read := dict[str, Any]())
+    assert read["scores"].to_dict("records") == [{"item": "1", "label": "007", "ood_score": 0.5}]
 
 
 @pytest.mark.parametrize(
