@@ -126,10 +126,13 @@ class Preprocess:
             samples = file.samples(self.mode)
             if samples is not None:
                 return self._from_samples(samples)
-        return self.from_image(file.decode(self.background))
+        return self._from_upright(file.decode(self.background))
 
     def from_image(self, image: Image.Image) -> npt.NDArray[np.uint8]:
         """Convert, resize (antialiased) and centre-crop an image to ``uint8 (channels, height, width)``."""
+        return self._from_upright(to_grey_or_rgb(image, self.background))
+
+    def _from_upright(self, image: Image.Image) -> npt.NDArray[np.uint8]:
         if image.mode != self.mode:
             image = image.convert(self.mode)
         if self.resizer == "torch" and self._is_small(image.size):
@@ -327,7 +330,7 @@ def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.size:
         image = Image.fromarray(image) if image.ndim == 2 or image.shape[2:] == (3,) else image
     if isinstance(image, Image.Image):
-        return preprocess.from_image(to_grey_or_rgb(image, preprocess.background))
+        return preprocess.from_image(image)
     remedy = "; make one batch of tensors, torch.stack(images)" if isinstance(image, Tensor) else ""
     if isinstance(image, np.ndarray) and image.dtype != np.uint8 and image.dtype.kind in "bfiu":
         remedy = "; scale its samples to 0 … 255, which only you know how, and convert them to uint8"

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image
 from pydantic import TypeAdapter, ValidationError
 
 from psc_core import PSC, open_loader
@@ -121,6 +122,23 @@ def test_resizes_by_the_named_filter(interpolation: str) -> None:
     image = Image.fromarray(noise)
     expected = np.asarray(image.resize((32, 32), Image.Resampling[interpolation.upper()])).transpose(2, 0, 1)
     np.testing.assert_array_equal(preprocess.from_image(image), expected)
+
+
+@pytest.mark.parametrize(
+    ("samples", "orientation"),
+    [
+        (np.full((9, 6, 4), 100, np.uint8), 1),
+        (np.arange(162, dtype=np.uint8).reshape(9, 6, 3), 6),
+        (np.arange(0, 54000, 1000, np.uint16).reshape(9, 6), 1),
+    ],
+    ids=["alpha", "turned", "16 bits"],
+)
+def test_an_open_image_becomes_what_its_bytes_do(samples: npt.NDArray[Any], orientation: int) -> None:
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(samples).save(file, "PNG", exif=exif)
+    preprocess = replace(PRESETS["cifar10"], background="white")
+    np.testing.assert_array_equal(preprocess.from_image(Image.open(file)), preprocess.from_bytes(file.getvalue()))
 
 
 @given(
