@@ -99,7 +99,7 @@ _one_trace = threading.Lock()  # tracing replaces methods of ``nn.Module`` for a
 class _Recorder(fx.Tracer):
     """A tracer that copies the value of every wanted layer, and does not disturb networks that other threads run."""
 
-    def __init__(self, wanted: Collection[str]) -> None:
+    def __init__(self, wanted: Collection[str] = ()) -> None:  # torch.fx unpickles without arguments
         # A network that calls torchvision's operations has already imported them.
         ops = sys.modules.get("torchvision.ops")
         super().__init__(autowrap_modules=(math,) if ops is None else (math, ops))

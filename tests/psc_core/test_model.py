@@ -1,3 +1,4 @@
+import pickle
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -104,6 +105,11 @@ def test_garments_are_ood_more_often_than_digits(psc: PSC, data_root: Path, digi
 def test_empty_batch(psc: PSC) -> None:
     assert len(psc.predict([])) == 0
     assert psc.predict(torch.empty(0, 1, 28, 28, dtype=torch.uint8)).probabilities.shape == (0, 10)
+
+
+def test_a_model_is_pickled(psc: PSC, digits: torch.Tensor) -> None:
+    again = pickle.loads(pickle.dumps(psc))
+    assert torch.equal(again.predict(digits).outputs.packed, psc.predict(digits).outputs.packed)
 
 
 def test_inputs_enter_behind_the_standardisation(psc: PSC, digits: torch.Tensor) -> None:
