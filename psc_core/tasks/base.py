@@ -345,7 +345,8 @@ class BasePrediction:
 
     def _table(self) -> list[list[str]]:
         """Return the titles of the columns and a row for each of the first images; empty without images."""
-        rows = [self.answer.model_validate(row).cells() for row in self[:SHOWN].to_dict()]
+        # An answer with NaN is shown, not refused.
+        rows = [self.answer.model_construct(**row).cells() for row in self[:SHOWN].to_dict()]
         return [["", *rows[0]], *([str(index), *row.values()] for index, row in enumerate(rows))] if rows else []
 
     def _rest(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +206,14 @@ def test_text_and_notebook_show_the_first_images(prediction: BasePrediction) -> 
     page = prediction._repr_html_()
     assert page.count("<tr>") == SHOWN + 1 and all(word in page for word in repr(prediction).split() if "<" not in word)
     assert "0 images" in repr(prediction[:0]) and prediction[:0]._repr_html_()
+
+
+def test_text_and_notebook_show_an_image_without_finite_outputs(model: FittedModel, prediction: BasePrediction) -> None:
+    packed = prediction.outputs.packed.clone()
+    packed[1] = torch.nan
+    outputs = replace(prediction.outputs, packed=packed)
+    shown = replace(prediction, outputs=outputs, decisions=model.decide(model.outputs(packed.numpy())))
+    assert "nan" in repr(shown) and "nan" in shown._repr_html_()
 
 
 @pytest.mark.parametrize(
