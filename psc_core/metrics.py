@@ -57,10 +57,11 @@ def check_values(name: str, *vectors: Tensor) -> None:
         raise UsageError(f"{name}: expected numbers, got NaN; look for images whose scores are not finite")
 
 
-def check_same_length(name: str, first: Tensor, second: Tensor) -> None:
-    check_values(name, first, second)
-    if len(first) != len(second):
-        raise UsageError(f"{name}: expected inputs of one length, got {len(first)} and {len(second)}")
+def check_same_length(name: str, *vectors: Tensor) -> None:
+    check_values(name, *vectors)
+    lengths = [len(vector) for vector in vectors]
+    if len({*lengths}) > 1:
+        raise UsageError(f"{name}: expected inputs of one length, got {' and '.join(map(str, lengths))}")
 
 
 def by_confidence(confidence: Float[Tensor, " n"], values: Shaped[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -308,10 +309,12 @@ def fpr95(in_scores: Float[Tensor, " n"], out_scores: Float[Tensor, " m"]) -> fl
 
 
 def rmse(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
+    check_same_length("rmse", mean, values)
     return float((values.double() - mean.double()).square().mean().sqrt())
 
 
 def r2(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
+    check_same_length("r2", mean, values)
     return r_squared((values.double() - mean.double()).square(), values.double())
 
 
@@ -329,11 +332,13 @@ def rises_with(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> bool:
 
 
 def gaussian_nll(mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
+    check_same_length("gaussian_nll", mean, deviation, values)
     w = (values.double() - mean.double()) / deviation.double()
     return float((0.5 * (w.square() + math.log(2 * math.pi)) + deviation.double().log()).mean())
 
 
 def crps(mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
+    check_same_length("crps", mean, deviation, values)
     sigma = deviation.double()
     w = (values.double() - mean.double()) / sigma
     density = torch.exp(-0.5 * w.square()) / math.sqrt(2 * math.pi)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from functools import partial
 from itertools import permutations
 
 import numpy as np
@@ -56,6 +57,9 @@ def test_rejects_unusable_inputs() -> None:
         metrics.auroc(torch.zeros(0), torch.zeros(1))
     with pytest.raises(UsageError, match="NaN"):
         metrics.fpr95(torch.tensor([math.nan]), torch.zeros(1))
+    for forecast in (rmse, r2, partial(gaussian_nll, deviation=torch.ones(2)), partial(crps, deviation=torch.ones(2))):
+        with pytest.raises(UsageError, match="NaN"):
+            forecast(mean=torch.tensor([0.0, math.nan]), values=torch.zeros(2))
     with pytest.raises(UsageError, match="one length, got 2 and 1"):
         metrics.check_same_length("ece", torch.ones(2), torch.ones(1))  # callers' shapes are checked before, in tests
 
