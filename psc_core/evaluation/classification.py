@@ -16,7 +16,7 @@ The sentences hold one rule for and against PSC: an OOD score *wins* over anothe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -318,16 +318,13 @@ class ClassificationReport(Report):
     ambiguity: Mapping[str, float] = field(default_factory=dict)  # AUROC of entropy by classifier; empty if none
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report with its summary as JSON types; an unknown standard error is null."""
-        data: dict[str, Any] = asdict(self)
+        """Return the report as JSON types; an unknown standard error is null."""
+        data = super().to_json()
         for scores in data["separation"].values():
             for score in scores.values():
                 value, error = score["auroc_difference"]
                 score["auroc_difference"] = {"value": value, "standard_error": error if error != float("inf") else None}
-        for key in ("false_alarms", "misses"):
-            rate: ObservedRate = getattr(self, key)
-            data[key] |= {"rate": rate.rate, "assessment": rate.assessment}
-        return {**data, "summary": self.summary()}
+        return data
 
     def heading(self) -> str:
         model = " ".join(value for value in (self.model["name"], self.model["version"]) if value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
@@ -163,9 +163,13 @@ class Report(ABC):
     def _warned(self) -> list[str]:
         return [f"WARNING: {warning}" for warning in self.warnings]
 
-    @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON types."""
+        """Return the report with its summary as JSON types."""
+        data: dict[str, Any] = {**asdict(self), "summary": self.summary()}
+        for name, rate in vars(self).items():
+            if isinstance(rate, ObservedRate):
+                data[name] |= {"rate": rate.rate, "assessment": rate.assessment}
+        return data
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ One pass over each data set keeps a handful of numbers for each image, but no fe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -116,9 +115,6 @@ class RegressionReport(Report):
             header = ["images", "AUROC", "raise the alarm"]
             found.append(Table("Out of distribution", header, sets, {"AUROC": AUROC_MEANS}))
         return found
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def numbers_of(model: PSCRegressor, packed: Float[Tensor, "n columns"]) -> ScoredNumbers:

@@ -23,7 +23,12 @@ def test_a_model_of_any_task_is_measured(
     assert (found.report.id_name, found.report.images) == (known.name, 40)
     assert found.report.model["version"] == model.version and set(found.outside) == {"shirts"}
     prediction = model.predict(next(shirts.batches(40)).images)
-    assert found.report.to_json()["flagged"]["shirts"] == pytest.approx(float(prediction.is_ood.double().mean()))
+    written = found.report.to_json()
+    assert written["flagged"]["shirts"] == pytest.approx(float(prediction.is_ood.double().mean()))
+    assert written["summary"] == found.report.summary()
+    for name in ("false_alarms", "misses"):
+        rate: ObservedRate = getattr(found.report, name)
+        assert (written[name]["rate"], written[name]["assessment"]) == (rate.rate, rate.assessment)
 
 
 @pytest.mark.parametrize(
