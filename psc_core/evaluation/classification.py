@@ -590,11 +590,12 @@ class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClas
             scores = {PRIMARY: outputs["ood_score"], ENTROPY: outputs["predictive_entropy"]}
             if model.predictions == "psc":
                 scores[EPISTEMIC] = outputs["epistemic"]
-            probabilities = {PRIMARY: outputs.probabilities}
+            probabilities, entropies = {PRIMARY: outputs.probabilities}, {PRIMARY: outputs["predictive_entropy"]}
             if baselines is not None:
                 others = baselines.score(images)
                 scores |= others.scores
                 probabilities |= others.probabilities
+                entropies |= {name: entropy(p.double()) for name, p in others.probabilities.items()}
             sets, predicted = torch.from_numpy(decisions.prediction_set), outputs.probabilities.argmax(1)
             first = batch.first_labels() if labelled else None
             none = torch.empty(0, dtype=torch.bool)
@@ -603,7 +604,7 @@ class ClassificationEvaluator(Evaluator[PSC, ScoredImages, Baselines | PlainClas
                     ood={name: values.double().cpu() for name, values in scores.items()},
                     alarm=torch.from_numpy(decisions.is_ood),
                     accepted=torch.from_numpy(decisions.decision == CODE_ACCEPT),
-                    entropy={name: entropy(p.double()).cpu() for name, p in probabilities.items()},
+                    entropy={name: values.double().cpu() for name, values in entropies.items()},
                     set_size=sets.sum(1),
                     predicted=predicted,
                     correct=none if first is None else predicted == first,

@@ -51,11 +51,11 @@ def test_images_of_other_classes_have_no_labels(shipped_bundle: Path, data_root:
     psc = PSC.load(shipped_bundle, device="cpu")
     shirts = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=psc.preprocess)
     shirts = shirts.subset(torch.arange(20))
-    kept = tasks.ClassificationTaskReport().scored_set(
-        "shirts", Role.OOD, shirts, ClassificationEvaluator().score_images(psc, shirts)
-    )
-    assert len(kept.labels) == 0 and kept.quality == kept.confidence == kept.correct == {}
     prediction = psc.predict(next(shirts.batches(20)).images)
+    scored = ClassificationEvaluator().score_images(psc, shirts, packed=prediction.outputs.packed)
+    kept = tasks.ClassificationTaskReport().scored_set("shirts", Role.OOD, shirts, scored)
+    assert len(kept.labels) == 0 and kept.quality == kept.confidence == kept.correct == {}
+    assert torch.equal(kept.entropy, prediction.predictive_entropy)
     assert torch.equal(kept.predicted, prediction.class_index)
     assert torch.allclose(kept.ood_score, prediction.ood_score, atol=1e-4)
     synthetic = tasks.ClassificationTaskReport().synthetic_set("turned", psc, prediction.outputs.packed)
