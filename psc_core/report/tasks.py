@@ -22,7 +22,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.evaluation.classification import ClassificationEvaluator, ScoredImages
 from psc_core.evaluation.evaluate import PRIMARY
 from psc_core.evaluation.regression import RegressionEvaluator, ScoredNumbers, numbers_of
-from psc_core.metrics import ECE_BINS
+from psc_core.metrics import ECE_BINS, by_confidence
 from psc_core.model import PSC, PSCRegressor
 from psc_core.report.content import NO_CLASS, PREDICTORS, Facts, Picture, Role, ScoredSet, TaskReport
 from psc_core.report.page import KNOWN, LIMIT, UNKNOWN, Figures, axes_of, scores
@@ -121,7 +121,7 @@ def risk_coverage(images: ClassificationSet) -> Figure | None:
         return None
     figure, axis = axes_of(3.8, 3.4)
     for name, confidence in sorted(images.confidence.items()):
-        wrong = ~images.correct[name][confidence.argsort(descending=True, stable=True)]
+        wrong = by_confidence(confidence, ~images.correct[name])
         accepted = torch.arange(1, len(wrong) + 1)
         risk = wrong.cumsum(0) / accepted
         x, label = (accepted / len(wrong)).numpy(), PREDICTORS.get(name, name)
@@ -348,7 +348,7 @@ def error_coverage(images: RegressionSet, target: Target) -> Figure:
         ("by predicted deviation", images.deviation, "-", KNOWN),
         ("if the errors were known", squares, ":", UNKNOWN),
     ):
-        left = (squares[key.argsort(stable=True)].cumsum(0) / accepted).sqrt()
+        left = (by_confidence(-key, squares).cumsum(0) / accepted).sqrt()
         axis.plot((accepted / len(squares)).numpy(), left.numpy(), style, lw=1, label=name, color=colour)
     axis.axhline(float(squares.mean().sqrt()), ls="--", lw=0.8, color=LIMIT, label="of all")
     unit = f", {target.unit}" if target.unit else ""

@@ -69,7 +69,7 @@ def test_reliability_and_risk_of_known_confidences() -> None:
     assert drawn is not None and risks is not None
     x, y = drawn.axes[0].lines[1].get_data()
     assert x == pytest.approx([0.9]) and y == pytest.approx([float(images.correct["psc"].double().mean())])
-    assert risks.axes[0].lines[0].get_ydata()[-1] == pytest.approx(1 - y[0])  # type: ignore[index]
+    assert risks.axes[0].lines[0].get_ydata() == pytest.approx([1 - y[0]] * 4)  # The confidences are equal.
 
 
 def test_confusion_of_very_many_classes_takes_the_memory_of_those_that_are_drawn() -> None:

@@ -102,6 +102,8 @@ def test_error_coverage_leaves_the_most_uncertain_out() -> None:
         expected = [math.sqrt(sum(errors[i] ** 2 for i in order[:k]) / k) for k in range(1, 51)]
         x, y = line(drawn, label)
         assert x == pytest.approx([k / 50 for k in range(1, 51)]) and y == pytest.approx(expected)
+    equal = tasks.error_coverage(replace(images, deviation=torch.ones(50)), ANGLE)
+    assert line(equal, "by predicted deviation")[1] == pytest.approx([expected[-1]] * 50)
 
 
 def test_predictions_are_a_point_an_image() -> None:
