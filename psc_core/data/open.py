@@ -497,7 +497,7 @@ SPLITS = ("train", "val", "test")
 
 
 def open_dataset(
-    spec: str,
+    spec: str | Path,
     *,
     split: str,
     preprocess: Any,
@@ -529,7 +529,7 @@ def open_dataset(
         >>> len(test), len(test.classes)
         (800, 10)
     """
-    preprocess = as_preprocess(preprocess)
+    preprocess, spec = as_preprocess(preprocess), str(spec)
     body, chosen = _parted(spec)
     split = chosen or split
     if split not in SPLITS:

@@ -50,7 +50,7 @@ def test_class_may_lack_validation_and_test_images(tmp_path: Path, split: str) -
     assert (dataset.classes, dataset.first_labels().tolist()) == (("a", "b", "c"), [0, 0, 2])
     assert sum(len(batch.images) for batch in dataset.batches(2)) == 3
     with pytest.raises(DataError, match=r"class folder 2 of 3, .*b, has no images"):
-        open_dataset(str(root), split="train", preprocess=TINY)
+        open_dataset(root, split="train", preprocess=TINY)
 
 
 def test_rejects_missing_or_flat_folder(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_table_may_lack_classes_of_others(tmp_path: Path) -> None:
 def opened(folder: Path, text: str, name: str = "t.csv", **given: Any) -> Any:
     table(folder, "")
     (folder / name).write_bytes(text.encode())
-    return open_dataset(str(folder / name), split="train", preprocess=TINY, **given)
+    return open_dataset(folder / name, split="train", preprocess=TINY, **given)
 
 
 @pytest.mark.parametrize(
