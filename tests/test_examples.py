@@ -5,13 +5,17 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import pytest
 
+from psc_core import PSC
+from psc_core.checks import CHECKS
+from psc_core.pipeline import Pipeline
 from tests import warm
-from tests.conftest import ROOT
+from tests.conftest import ROOT, SHIPPED_BUNDLE
 from tests.served import serve_shipped
 
 EXAMPLES: Final = ROOT / "examples"
@@ -149,6 +153,14 @@ def test_score_folder_and_why_rejected(here: Run, tmp_path: Path) -> None:
     (given / "text.png").write_text("no image")
     said = here("score_folder.py", str(ROOT / "artifacts" / "dirty-mnist-resnet18"), str(given))
     assert said.startswith("1 images, 1 with an error\ntext.png ")
+
+
+def test_why_rejected_without_checks_or_a_map(here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    psc = PSC.load(SHIPPED_BUNDLE, device="cpu")
+    bare = replace(psc, pipeline=Pipeline(psc.pipeline.scorer, psc.pipeline.calibration_scores))
+    monkeypatch.setattr(PSC, "load", lambda bundle: bare)
+    assert here("why_rejected.py").endswith("shirt.png: abstain_ood\n    unlike the training images\n")
+    assert all(f'"{name}": "' in (EXAMPLES / "why_rejected.py").read_text() for name in CHECKS)
 
 
 def test_new_camera(here: Run) -> None:
