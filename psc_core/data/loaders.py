@@ -627,6 +627,9 @@ def _own_names(data: Any, name: str) -> tuple[str, ...]:
     features = getattr(dataset, "features", None)
     of_labels = [features[key] for key in LABEL_KEYS if key in features] if isinstance(features, Mapping) else []
     names = getattr(of_labels[0], "names", None) if of_labels else getattr(dataset, "classes", None)
+    indices = None if of_labels else getattr(dataset, "class_to_idx", None)
+    if isinstance(indices, Mapping):  # Labels follow it, in whatever order the classes are listed.
+        names = sorted(indices, key=indices.__getitem__) if {*indices.values()} == {*range(len(indices))} else None
     changed = getattr(dataset, "target_transform", None) is not None
     if changed or not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
         return ()

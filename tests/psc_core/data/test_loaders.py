@@ -207,6 +207,8 @@ ANIMALS = ["cat", "dog", "eel"]
     [
         ({"classes": ANIMALS, "target_transform": None}, ("cat", "dog", "eel")),
         ({"features": {"image": None, "label": SimpleNamespace(names=ANIMALS)}}, ("cat", "dog", "eel")),
+        ({"classes": ANIMALS, "class_to_idx": {"cat": 2, "dog": 0, "eel": 1}}, ("dog", "eel", "cat")),
+        ({"classes": ANIMALS, "class_to_idx": {"cat": 0, "dog": 2, "eel": 2}}, ("0", "1", "2")),
         ({"classes": ANIMALS, "target_transform": abs}, ("0", "1", "2")),
         ({"classes": [*ANIMALS, "fox"]}, ("0", "1", "2")),
         ({"classes": ["cat", "cat", "eel"]}, ("0", "1", "2")),
