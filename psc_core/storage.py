@@ -166,7 +166,7 @@ def storable_backbone(model: FittedModel, *, graph: bool) -> Backbone:
 
 @torch.inference_mode()
 def _is_built_by_name(model: FittedModel) -> bool:
-    """Return whether the network's spec still builds it; it does not if somebody has replaced a module."""
+    """Return whether the network's spec still builds it; it does not if somebody has changed a module."""
     network = model.backbone.cut.network
     if network is None or network.num_classes != model.task.network_outputs(model.network_classes):
         return False
@@ -177,7 +177,7 @@ def _is_built_by_name(model: FittedModel) -> bool:
     except PSCError:
         return False
     inputs = model.preprocess.standardise(model.trial[:COMPARED].to(model.device))
-    pairs = zip(model.backbone(inputs)[0], built(inputs)[0], strict=True)
+    pairs = zip(model.backbone.body(inputs), built.body(inputs), strict=True)  # of all layers, and the logits if kept
     return all(torch.allclose(got, other, rtol=0, atol=1e-3 * float(got.abs().max())) for got, other in pairs)
 
 

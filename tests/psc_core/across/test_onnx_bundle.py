@@ -150,12 +150,15 @@ def test_a_graph_computes_in_float32(live: Saved, images: Images) -> None:
         fitted(sequential(), images, precision="bf16").save(live[1].with_name("half"))
 
 
-def test_a_network_that_was_changed_is_no_longer_built_by_its_name(images: Images, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", ["activation", "logits"])
+def test_a_network_that_was_changed_is_no_longer_built_by_its_name(images: Images, tmp_path: Path, change: str) -> None:
     torch.manual_seed(0)
     net = load_network("tests.tiny:network", num_classes=10)
-    index = next(name for name, module in net.named_modules() if isinstance(module, nn.ReLU))
-    net.set_submodule(index, nn.SiLU())
-    model = fitted(net, images)
+    if change == "activation":
+        net.set_submodule(next(name for name, each in net.named_modules() if isinstance(each, nn.ReLU)), nn.SiLU())
+    else:
+        net.register_forward_hook(lambda _module, _inputs, logits: logits.flip(1))
+    model = fitted(net, images, None, predictions="original")
     assert model.save(tmp_path / "bundle").backbone.network is None
     pixels = next(images[1].batches(20)).images
     outputs = load_model(tmp_path / "bundle").compute(pixels)
