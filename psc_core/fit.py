@@ -62,7 +62,7 @@ from psc_core.network.cut import device_of, readable_copy
 from psc_core.network.described import classes_of
 from psc_core.network.export import check_exportable
 from psc_core.network.load import spec_of
-from psc_core.network.output import check_images, check_output, trial_images
+from psc_core.network.output import OtherOutputs, check_images, check_output, trial_images
 from psc_core.pipeline import Pipeline
 from psc_core.projection import FittedProjection, fit_tucker
 from psc_core.scoring import check_read_by
@@ -194,8 +194,8 @@ def fit(
         outputs = of_task.of_images(train).network_outputs(train.classes)
         try:
             check_output(net.to(compute.device), images[:1], outputs, name=type(net).__name__)
-        except NetworkError as error:
-            if description.classes is None:
+        except OtherOutputs as error:
+            if description.classes is None or chosen.predictions == "original":
                 raise
             predicts = False
             if chosen.predictions == "auto":

@@ -46,6 +46,10 @@ def trial_images(preprocess: Preprocess) -> TrialImages:
     return preprocess.standardise(torch.cat([noise // 2 + 64, *uniform, noise.flip(-1)]))
 
 
+class OtherOutputs(NetworkError):
+    """A network that returns what it should, for another number of classes."""
+
+
 @torch.inference_mode()
 def check_output(net: nn.Module, trial: Inputs, outputs: int, *, name: str) -> None:
     """Run ``net`` on one image before any data is read, and check that its outputs are (1, ``outputs``) and finite."""
@@ -63,38 +67,51 @@ def check_output(net: nn.Module, trial: Inputs, outputs: int, *, name: str) -> N
             f"expected {name} to return a tensor of shape (1, {outputs}) for one image, got {_described(first)}; wrap "
             f"it in a module whose forward returns the logits alone, as self.net(x){_member(first, outputs)}"
         )
-    if outputs == 2 and first.numel() == 1:
-        raise NetworkError(
-            f"expected {name} to return a logit for each of 2 classes, got one; wrap it (of an ONNX file, what it was "
-            "exported from, and export it again) in a module whose forward returns "
-            "torch.cat([torch.zeros_like(logit), logit], 1), with the logit that the sigmoid would get"
-        )
-    if outputs == 1 and first.ndim == 1:
-        raise NetworkError(
-            f"expected {name} to return a tensor of shape (1, 1) for one image, got {tuple(first.shape)}; keep the "
-            "axis of the number, or wrap it in a module whose forward returns self.net(x).reshape(-1, 1)"
-        )
-    if tuple(first.shape) != (1, outputs):
-        of_number = "wrap it in a module whose forward returns the number alone, as self.net(x)[:, :1]"
-        of_classes = "use the labels that it was trained with (classes=[…] in Python, num_classes of a factory), and"
-        raise NetworkError(
-            f"expected {name} to return a tensor of shape (1, {outputs}) for one image, got {tuple(first.shape)}; "
-            + (of_number if outputs == 1 else f"{of_classes} return logits")
-        )
+    fault = _fault_of_shape(first, outputs, name)
+    if fault and (first.ndim != 2 or len(first) != 1):
+        raise NetworkError(fault)
     if not bool(first.isfinite().all()):
         raise NetworkError(
             f"expected finite outputs, {name} gives NaN or infinity for an image of noise; check its weights, and the "
             "mean and std of the preprocessing"
         )
+    try:
+        check_same(first, second)
+    except NetworkError as error:
+        raise NetworkError(f"{name}: {error}") from error
+    if fault:
+        raise OtherOutputs(fault)
     if outputs > 1 and bool((first >= 0).all()) and abs(float(first.sum()) - 1) < _PROBABILITIES:
         raise NetworkError(
             f"expected {name} to return logits, got probabilities, which sum to 1; leave out its softmax, or wrap it "
             "in a module whose forward returns their logarithm, self.net(x).clamp_min(1e-12).log()"
         )
-    try:
-        check_same(first, second)
-    except NetworkError as error:
-        raise NetworkError(f"{name}: {error}") from error
+
+
+def _fault_of_shape(output: Tensor, outputs: int, name: str) -> str:
+    """Return what is wrong with the shape of the output for one image, and what to do; empty if nothing is."""
+    if outputs == 2 and output.numel() == 1:
+        return (
+            f"expected {name} to return a logit for each of 2 classes, got one; wrap it (of an ONNX file, what it was "
+            "exported from, and export it again) in a module whose forward returns "
+            "torch.cat([torch.zeros_like(logit), logit], 1), with the logit that the sigmoid would get"
+        )
+    if tuple(output.shape) == (1, outputs):
+        return ""
+    if output.ndim < 2:
+        instead = (
+            "keep both axes, by .flatten(1) in place of .squeeze(), or wrap it in a module whose forward returns "
+            "self.net(x).reshape(len(x), -1)"
+        )
+    elif outputs == 1:
+        instead = "wrap it in a module whose forward returns the number alone, as self.net(x)[:, :1]"
+    else:
+        instead = (
+            "use the labels that it was trained with (classes=[…] in Python, num_classes of a factory), and return "
+            "logits"
+        )
+    shape = tuple(output.shape)
+    return f"expected {name} to return a tensor of shape (1, {outputs}) for one image, got {shape}; {instead}"
 
 
 def check_same(first: Tensor, second: Tensor) -> None:
@@ -266,7 +283,7 @@ def check_network_output(backbone: Backbone, trial: Inputs, outputs: int, *, nam
 @torch.inference_mode()
 def output_width(backbone: Backbone, trial: Inputs) -> int | None:
     output = backbone(trial)[1]
-    return None if output is None else output.shape[1]
+    return None if output is None or output.ndim != 2 else output.shape[1]
 
 
 def _described(output: object) -> str:

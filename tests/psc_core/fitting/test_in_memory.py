@@ -349,11 +349,16 @@ def test_classes_are_the_networks_outputs_or_named(net: nn.Module, splits: Split
     five = [Subset(each, (each.tensors[1] < 5).nonzero().flatten().tolist()) for each in splits]
     with pytest.raises(NetworkError, match=r"\(1, 5\) for one image, got \(1, 10\); .*classes="):
         PSC.fit(net, *five)
+    with pytest.raises(NetworkError, match=r"\(1, 5\) for one image, got \(1, 10\)"):
+        PSC.fit(net, *five, classes=tuple("abcde"), predictions="original")
     with pytest.warns(UserWarning, match=r"the head will predict, .* of shape \(1, 5\) for one image, got \(1, 10\)"):
         named = PSC.fit(net, *five, classes=tuple("abcde"), **STATISTICS, **QUICK)
     assert named.classes == tuple("abcde") and set(named(val.tensors[0][:9]).labels) <= {*"abcde"}
     with pytest.raises(DataError, match="expected labels in 0…4"):
         PSC.fit(net, train, val, classes=tuple("abcde"))
+    for last, fault in ((nn.Softmax(1), "got probabilities"), (nn.Flatten(0), r"got \(10,\); keep both axes")):
+        with pytest.raises(NetworkError, match=fault):
+            PSC.fit(nn.Sequential(net, last), train, val, classes=tuple("abcdefghij"))
 
 
 def test_opened_data_and_loaders_go_together(net: nn.Module, train: ImageDataset, splits: Any, fitted: PSC) -> None:
