@@ -57,8 +57,11 @@ def resolve_device(name: str | torch.device) -> torch.device:
             raise UsageError(
                 f"no CUDA device {name!r}, this machine has {torch.cuda.device_count()}; use --device cpu or auto"
             )
-        torch.backends.cudnn.allow_tf32 = False
-        torch.backends.cuda.matmul.allow_tf32 = False
+        backends: Any = torch.backends
+        backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = False
+        # These flags leave what a program has set by the newer ones, and cannot be read where the two differ.
+        for operation in (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul):
+            operation.fp32_precision = "ieee"
     return device
 
 

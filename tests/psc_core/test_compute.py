@@ -3,6 +3,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +42,32 @@ def test_devices_by_name() -> None:
 def test_rejects_unknown_devices(name: str | None) -> None:
     with pytest.raises(UsageError, match="device"):
         inspect.unwrap(resolve_device)(name)  # type: ignore[arg-type]  # Without the type checks of the tests.
+
+
+@contextmanager
+def precision(value: str) -> Iterator[list[Any]]:
+    """Set the newer flags of a program, and give those of the operations on a GPU."""
+    backends: Any = torch.backends
+    operations = [backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul]
+    flags = [*operations, backends]
+    before = [each.fp32_precision for each in flags]
+    for each in flags:
+        each.fp32_precision = value
+    try:
+        yield operations
+    finally:
+        backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = True, False
+        for each, was in zip(flags, before, strict=True):
+            each.fp32_precision = was
+
+
+@pytest.mark.parametrize("before", ["none", "tf32"])
+def test_no_tf32_on_a_gpu_whatever_the_program_has_set(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with precision(before) as operations:
+        assert resolve_device("cuda").type == "cuda"
+        assert [operation.fp32_precision for operation in operations] == ["ieee"] * 3
+        assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
 
 
 def test_batch_size_on_a_cpu() -> None:
