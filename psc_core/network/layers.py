@@ -152,7 +152,7 @@ class LayeredNetwork(nn.Module):
 
 class _Run(NamedTuple):
     shapes: dict[str, tuple[int, ...]]  # output shapes by module name, in the order of the modules' last calls
-    vectors: dict[str, Tensor]  # flattened outputs with as many entries as some linear layer has inputs
+    vectors: dict[str, Tensor]  # flattened outputs of one position, or as many entries as some linear layer has inputs
     reads: tuple[str, Tensor] | None  # name and input of the last linear layer whose output is shaped as the logits
     logits: int
 
@@ -160,7 +160,7 @@ class _Run(NamedTuple):
 def list_layers(
     net: nn.Module, trial: Float[Tensor, "1 channels height width"], *, granularity: str = "operations"
 ) -> list[LayerInfo]:
-    """Return the layers of ``net``, each at its last call, found by a forward pass of ``trial`` in evaluation mode."""
+    """Return the layers of ``net`` up to the logits, each at its last call, found by a forward pass of ``trial``."""
     if granularity not in get_args(Granularity):
         raise UsageError(f"expected a granularity of {', '.join(get_args(Granularity))}, got {granularity!r}")
     if isinstance(net, LayeredNetwork):
@@ -205,10 +205,11 @@ def _run(net: nn.Module, trial: Tensor) -> _Run:
 
     def remember(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         shapes.pop(name, None)
+        vectors.pop(name, None)
         output = value_of(output)
         if isinstance(output, Tensor) and output.is_floating_point() and output.shape[:1] == (2,):
             shapes[name] = tuple(output.shape)
-            if output[0].numel() in read_sizes:
+            if output[0].numel() in {*read_sizes, *output.shape[1:2]}:
                 vectors[name] = output.flatten(1).clone()
             if isinstance(module, nn.Linear) and output.ndim == 2:
                 inputs[name] = args[0].clone()
@@ -227,6 +228,9 @@ def _run(net: nn.Module, trial: Tensor) -> _Run:
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[0] != 2:
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise NetworkError(f"expected a classifier that returns logits (batch, classes), got {got}")
+    names, made = [*shapes], [name for name in shapes if name in vectors and torch.equal(vectors[name], logits)]
+    late = names[names.index(made[0]) :] if made else []  # such as another head
+    shapes = {name: shape for name, shape in shapes.items() if name not in late or name in made}
     readers = [name for name, shape in shapes.items() if name in inputs and shape == tuple(logits.shape)]
     return _Run(shapes, vectors, (readers[-1], inputs[readers[-1]]) if readers else None, logits.shape[1])
 

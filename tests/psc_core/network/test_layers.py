@@ -133,6 +133,32 @@ def test_lists_input_of_output_layer() -> None:
     assert (layers[2].role, layers[2].shape) == ("penultimate", (3, 1))
 
 
+@pytest.mark.parametrize("width", [4, 5])
+def test_a_head_that_runs_after_the_logits_is_no_layer(width: int) -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.pool = nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1)
+            self.kind, self.colour = nn.Linear(3, 4), nn.Linear(3, width)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            x = self.pool(self.conv(x)).flatten(1)
+            return {"kind": self.kind(x), "colour": self.colour(x)}
+
+    class Kind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = TwoHeads()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)["kind"]
+
+    for granularity in ("operations", "all"):
+        layers = list_layers(Kind(), torch.randn(1, 1, 8, 8), granularity=granularity)
+        expected = [("net.conv", "trunk"), ("net.pool", "penultimate"), ("net.kind", "output")]
+        assert [(layer.name, layer.role) for layer in layers] == expected
+
+
 def test_module_is_listed_at_last_call() -> None:
     class Again(FunctionalPool):
         def forward(self, x: Tensor) -> Tensor:
