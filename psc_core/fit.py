@@ -305,14 +305,14 @@ def _calibrated(
 
 
 def _named_by(net: nn.Module, train: ImageDataset) -> ImageDataset:
-    """Return images whose classes nobody named, "0", "1", …, with the names that a network of transformers has."""
+    """Return images whose classes nobody named, "0", "1", …, with the names that the network has."""
     names = classes_of(net) or ()
     is_unnamed = train.classes == tuple(map(str, range(len(names))))
     return replace(train, classes=names) if is_unnamed and len({*names}) == len(names) else train
 
 
 def _in_order_of(net: nn.Module, train: ImageDataset, *, are_given: bool) -> ImageDataset:
-    """Return images whose classes are in the order of the outputs, where a network of transformers names them.
+    """Return images whose classes are in the order of the outputs, where the network names them.
 
     Names that the caller gave may be other words for the network's.
     """

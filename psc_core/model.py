@@ -512,7 +512,7 @@ class PSC(FittedModel):
             std: The standard deviation of each channel that the loaders' transform divides by.
             classes: Class names in the order of the labels, or a mapping between both, such as ``class_to_idx`` of
                 torchvision or ``id2label`` of transformers; None takes those of the training data set, else those that
-                a network of transformers has in its configuration, else "0", "1", …, for the network's outputs.
+                the files of a network of transformers or timm have, else "0", "1", …, for the network's outputs.
                 If the classes are not the network's, the head predicts, and a warning says so.
             name: The name of the model.
             settings: The settings of :func:`psc_core.fit_psc`; ``layer``, to name the chosen layer; and ``device``,

@@ -253,11 +253,16 @@ class Logits(nn.Module):
         return logits
 
 
+CLASSES: Final = "psc_classes"  # attribute of a loaded network: the class names in its files
+
+
 def classes_of(net: object) -> tuple[str, ...] | None:
-    """Return the class names of a network that :class:`Logits` holds, by its configuration; None if it says none."""
+    """Return the class names in the files of a loaded network, or in the configuration of one that :class:`Logits`
+    holds; None if it has none.
+    """
     labels = getattr(getattr(getattr(net, "model", None), "config", None), "id2label", None)
     if not isinstance(net, Logits) or not isinstance(labels, dict):
-        return None
+        return getattr(net, CLASSES, None)
     return _labels({"id2label": {str(index): name for index, name in labels.items()}}, Path("the network's config"))[1]
 
 

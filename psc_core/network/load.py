@@ -261,6 +261,7 @@ def load_described(spec: NetworkSpec, weights: Path | None) -> nn.Module:
             setattr(classifier, NOTES, _read_into(classifier.model, weights, spec.num_classes))
         return classifier
     net = build(spec)
+    setattr(net, described.CLASSES, spec.classes)
     for file in spec.weights if weights is None else (weights,):
         is_silent = spec.spec in _RESCALING and "transform_input" not in spec.model_args
         setattr(net, NOTES, _read_into(net, file, spec.num_classes) + (_RESCALED,) * is_silent)

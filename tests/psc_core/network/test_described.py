@@ -17,10 +17,11 @@ from torch import nn
 
 from psc_core.errors import NetworkError
 from psc_core.network import described
-from psc_core.network.cut import trial_input, truncate
+from psc_core.network.cut import readable_copy, trial_input, truncate
 from psc_core.network.described import (
     DESCRIBERS,
     NetworkSpec,
+    classes_of,
     describe,
     describe_hugging_face,
     describe_timm,
@@ -301,6 +302,7 @@ def test_gives_what_timm_gives(timm_job: folders.Job) -> None:
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(ours(images), theirs(images)) and not ours.training
     assert spec_of(ours) == NetworkSpec("timm:test_resnet", 10, {"in_chans": 3, "global_pool": "avg"})
+    assert classes_of(readable_copy(ours)) == folders.NAMES
 
 
 def test_a_fixed_size_is_an_argument(tmp_path: Path) -> None:
