@@ -106,7 +106,7 @@ def add_flags(cli: argparse.ArgumentParser) -> None:
     group.add_argument("--resize", type=positive, metavar="N", help="length of the shorter side before --crop")
     group.add_argument("--crop", type=positive, metavar="N", help="keep the N × N pixels in the middle")
     group.add_argument("--interpolation", choices=INTERPOLATIONS, help="filter for resizing")
-    text = f"background of alpha (default: {BACKGROUNDS[0]}); none drops alpha, as torchvision's loader does"
+    text = f"background of alpha (default: the network's, else {BACKGROUNDS[0]}); none drops alpha, as torchvision does"
     group.add_argument("--background", choices=BACKGROUNDS, help=text)
     group.add_argument("--mean", type=float, nargs="+", help="mean of each channel, of pixels in [0, 1]")
     group.add_argument("--std", type=float, nargs="+", help="standard deviation of each channel, of pixels in [0, 1]")

@@ -1,8 +1,9 @@
 """Read the preprocessing of transformers, ``preprocessor_config.json``, timm, ``pretrained_cfg``, and torchvision.
 
 A :class:`psc_core.images.preprocess.Preprocess` resizes to the input, or resizes the shorter side and crops the centre,
-bilinearly or bicubically, antialiased; then it standardises.  Deviations from this are reported part by part, so that
-a flag can replace only the part concerned.
+bilinearly or bicubically, antialiased; then it standardises.  Alpha is dropped as in torchvision and timm, or blended
+onto white where transformers converts to RGB.  Deviations from this are reported part by part, so that a flag can
+replace only the part concerned.
 
 In transformers the class of the image processor decides what its numbers mean:
 
@@ -20,7 +21,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -34,6 +35,8 @@ Aspect = Literal["whole", "size", "interpolation", "statistics"]
 # The known image processors of transformers, without the suffix of their names.
 BOTH_SIDES: Final = ("ViT", "DeiT", "Beit", "Blip", "DINOv3ViT", "EfficientNet", "Pvt", "Segformer", "Siglip")
 SHORTER_SIDE: Final = ("Bit", "CLIP", "ConvNext", "Levit", "MobileNetV1", "MobileNetV2", "PoolFormer")
+_ON_WHITE: Final = ("Bit", "Blip", "CLIP", "Siglip")  # blend alpha onto white where do_convert_rgb is not written
+_LIKE_PILLOW: Final[dict[str, Any]] = {"background": "none", "crop_rounding": "even"}  # in torchvision and timm
 _OLDEST: Final = {"beit": "Beit", "convnext": "ConvNext", "deit": "DeiT", "swin": "ViT", "vit": "ViT"}  # by type
 _RESAMPLE: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # Pillow's filters by number
 _UNKNOWN_STEPS: Final = ("do_pad", "do_flip_channel_order", "do_color_quantize", "do_align_long_axis", "do_thumbnail")
@@ -56,6 +59,7 @@ class _Processor(BaseModel):
 
     image_processor_type: str | None = None
     feature_extractor_type: str | None = None  # the name of the field in older files
+    do_convert_rgb: bool | None = None
     do_resize: bool | None = None
     size: int | tuple[int, int] | dict[str, int | None] | None = None
     resample: int | None = None
@@ -119,7 +123,9 @@ def read_processor(written: Mapping[str, Any], config: Mapping[str, Any], origin
     except _Unlike as reason:
         unlike["statistics"] = f"{origin} {reason}"
         mean, std = ((0.5,) * channels,) * 2
-    return _preprocess(channels, geometry, mean, std, interpolation, origin), unlike
+    preprocess = _preprocess(channels, geometry, mean, std, interpolation, origin)
+    on_white = model in _ON_WHITE if processor.do_convert_rgb is None else processor.do_convert_rgb
+    return replace(preprocess, background="white") if on_white else preprocess, unlike
 
 
 def read_timm(written: Mapping[str, Any], origin: str) -> Described:
@@ -147,7 +153,8 @@ def read_timm(written: Mapping[str, Any], origin: str) -> Described:
     if len(mean) != channels or len(std) != channels:
         unlike["statistics"] = f"{origin} has {len(mean)} means and {len(std)} deviations for {channels} channels"
         mean, std = ((0.5,) * channels,) * 2
-    return _preprocess(channels, (height, width, resize), mean, std, interpolation, origin, "even"), unlike
+    preprocess = _preprocess(channels, (height, width, resize), mean, std, interpolation, origin)
+    return replace(preprocess, **_LIKE_PILLOW), unlike
 
 
 def read_torchvision(transforms: Any, origin: str) -> Described:
@@ -160,7 +167,8 @@ def read_torchvision(transforms: Any, origin: str) -> Described:
     unlike: dict[Aspect, str] = {}
     if interpolation not in INTERPOLATIONS:
         unlike["interpolation"], interpolation = f"{origin} resizes by the filter {interpolation!r}", "bicubic"
-    return _preprocess(3, (side, side, resize), mean, std, interpolation, origin, "even"), unlike
+    preprocess = _preprocess(3, (side, side, resize), mean, std, interpolation, origin)
+    return replace(preprocess, **_LIKE_PILLOW), unlike
 
 
 @contextmanager
@@ -179,11 +187,10 @@ def _preprocess(
     std: Sequence[float],
     interpolation: str,
     origin: str,
-    crop_rounding: str = "down",
 ) -> Preprocess:
     mode, statistics = "RGB" if channels == 3 else "L", (tuple(mean), tuple(std))
     try:
-        return Preprocess(mode, *geometry, *statistics, interpolation, crop_rounding=crop_rounding)
+        return Preprocess(mode, *geometry, *statistics, interpolation)
     except UsageError as error:
         raise NetworkError(f"{origin}: {error}") from error
 

@@ -67,7 +67,7 @@ def test_a_folder_of_timm_needs_no_other_flag(timm_job: folders.Job, tmp_path: P
     code, out, err = run(capsys, main, [*words, *FAST, "--out", str(tmp_path / "b")])
     assert code == 0, err
     assert "classes are in the order of the network's outputs, by their names" in out
-    assert f"preprocessing: {folders.SIZE}" in out
+    assert f"preprocessing: {folders.SIZE}; alpha dropped" in out
     shutil.rmtree(folder)
     manifest = read_bundle(tmp_path / "b").manifest
     assert manifest.classes == folders.NAMES

@@ -19,6 +19,7 @@ def parsed(*words: str, described: NetworkSpec | None = None) -> Preprocess:
 
 
 IMAGENET = PRESETS["imagenet"]
+DROPPED = replace(IMAGENET, background="none")
 
 
 @pytest.mark.parametrize(
@@ -36,8 +37,8 @@ IMAGENET = PRESETS["imagenet"]
         ("--background none", replace(IMAGENET, background="none")),
         ("--preset mnist --background white", replace(PRESETS["mnist"], background="white")),
         ("--preset mnist --mean 0.5 --std 0.25", replace(PRESETS["mnist"], mean=(0.5,), std=(0.25,))),
-        ("--preprocess torchvision:ResNet50_Weights.IMAGENET1K_V2", replace(IMAGENET, resize=232)),
-        ("--preprocess timm:resnet50.a1_in1k", replace(IMAGENET, interpolation="bicubic", resize=235)),
+        ("--preprocess torchvision:ResNet50_Weights.IMAGENET1K_V2", replace(DROPPED, resize=232)),
+        ("--preprocess timm:resnet50.a1_in1k", replace(DROPPED, interpolation="bicubic", resize=235)),
     ],
 )
 def test_flags(words: str, expected: Preprocess) -> None:
@@ -89,7 +90,7 @@ OWN = Preprocess("RGB", 96, 96, 100, (0.5,) * 3, (0.25,) * 3)
     [
         ("", OWN),
         ("--preset mnist", PRESETS["mnist"]),
-        ("--preprocess torchvision:ResNet50_Weights.IMAGENET1K_V2", replace(IMAGENET, resize=232)),
+        ("--preprocess torchvision:ResNet50_Weights.IMAGENET1K_V2", replace(DROPPED, resize=232)),
         ("--size 64", replace(OWN, height=64, width=64, resize=None)),
         ("--mean 0.1 0.2 0.3", replace(OWN, mean=(0.1, 0.2, 0.3))),
         (

@@ -14,7 +14,7 @@ from torchvision.transforms import InterpolationMode
 from psc_core import PRESETS, PSC, open_dataset, open_loader
 from psc_core.errors import NetworkError, UsageError
 from psc_core.images.described import as_preprocess, read_processor, read_timm
-from psc_core.images.preprocess import Preprocess
+from psc_core.images.preprocess import Preprocess, read_image
 from tests.psc_core.data.support import write_folder
 
 CONFIG = {"model_type": "vit", "num_channels": 3, "image_size": 224}
@@ -165,6 +165,27 @@ def test_rejects_what_means_nothing_of_timm(written: dict[str, Any]) -> None:
         read_timm(written, "here.json")
 
 
+@pytest.mark.parametrize(
+    ("written", "background"),
+    [
+        (vit(), "black"),  # transformers refuses alpha
+        (vit(do_convert_rgb=True), "white"),
+        (of_kind("Siglip", size=SQUARE), "white"),
+        (of_kind("Siglip", size=SQUARE, do_convert_rgb=False), "black"),
+    ],
+)
+def test_alpha_is_read_as_the_image_processor_reads_it(written: dict[str, Any], background: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    preprocess, _ = read_processor(written, CONFIG, "")
+    assert preprocess.background == background
+    if background == "white":
+        processor = getattr(transformers, written["image_processor_type"])(**written)
+        image = Image.new("RGBA", (224, 224), (90, 90, 90, 128))
+        theirs = processor(image, return_tensors="pt")["pixel_values"]
+        ours = preprocess.standardise(torch.from_numpy(read_image(image, preprocess))[None])
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02)  # one of 255 levels
+
+
 def test_grey_images() -> None:
     written = vit(image_mean=0.1307, image_std=0.3081)
     preprocess, unlike = read_processor(written, {**CONFIG, "num_channels": 1}, "")
@@ -184,7 +205,7 @@ def test_what_is_no_preprocess_is_refused_with_what_is(other: object) -> None:
 
 def test_transforms_of_torchvision() -> None:
     transforms = ResNet50_Weights.IMAGENET1K_V2.transforms()
-    assert as_preprocess(transforms) == replace(IMAGENET, resize=232)
+    assert as_preprocess(transforms) == replace(IMAGENET, resize=232, background="none")
     image = Image.effect_noise((232, 235), 50).convert("RGB")  # 11 columns are left over: where is the crop?
     torch.testing.assert_close(inputs(as_preprocess(transforms), image)[0], transforms(image))
     transforms.interpolation = InterpolationMode.NEAREST
@@ -195,7 +216,7 @@ def test_transforms_of_torchvision() -> None:
 def test_configurations_of_timm() -> None:
     timm = pytest.importorskip("timm")
     net = timm.create_model("resnet18", num_classes=2)
-    expected = replace(IMAGENET, resize=235, interpolation="bicubic")
+    expected = replace(IMAGENET, resize=235, interpolation="bicubic", background="none")
     assert as_preprocess(net.pretrained_cfg) == as_preprocess(timm.get_pretrained_cfg("resnet18")) == expected
     config = timm.data.resolve_data_config({}, model=net)
     assert as_preprocess(config) == expected

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,7 +45,8 @@ def test_describes_without_the_library(
     for spec in (f"hf:{hf_job.model}", f"timm:local-dir:{timm_job.model}", f"hf:{timm_job.model}"):
         found = describe(spec)
         assert found.classes == folders.NAMES and found.num_classes == 10
-        assert (found.preprocess, found.unlike) == (folders.SIZE, {})
+        background = "black" if spec.endswith(str(hf_job.model)) else "none"
+        assert (found.preprocess, found.unlike) == (replace(folders.SIZE, background=background), {})
         assert [file.name for file in found.weights] == ["model.safetensors"]
 
 
