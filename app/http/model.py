@@ -364,7 +364,7 @@ def examples_in(folder: Path, home: Path) -> dict[str, Path]:
     root = home.resolve()
     files = [
         path
-        for path in map(Path, sorted(files_below(folder)))
+        for path in map(Path, sorted(files_below(folder, linked=False)))
         if path.suffix.lower() in SUFFIXES
         and path.is_file()
         and path.resolve().is_relative_to(root)

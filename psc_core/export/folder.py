@@ -51,7 +51,8 @@ LARGER: Final = "any-size/"  # before the names of what belongs to :data:`ANY_SI
 
 def images_below(folder: Path, *, must: bool = True) -> list[str]:
     """Return the first image files below a folder, which may be missing unless it ``must`` have some."""
-    found = [file for file in sorted(files_below(folder)) if file.lower().endswith(SUFFIXES)] if folder.is_dir() else []
+    below = sorted(files_below(folder, linked=False)) if folder.is_dir() else []
+    found = [file for file in below if file.lower().endswith(SUFFIXES)]
     if must and not found:
         raise UsageError(f"there are no images below {folder}; give a folder with some, or leave it out")
     return found[:VECTOR_IMAGES]

@@ -63,27 +63,32 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name == MAC_ARCHIVE
 
 
-def files_below(root: str | Path) -> Iterator[str]:
-    """Yield the files below a folder by name, then those of subfolders; hidden ones and linked folders are skipped.
+def files_below(root: str | Path, *, linked: bool = True) -> Iterator[str]:
+    """Yield the files below a folder by name, then those of subfolders, each folder once; hidden ones are skipped.
 
-    A folder that cannot be listed is an error: its images would be missing without a word.
+    ``linked`` folders are skipped in what a stranger may have written, because they lead anywhere.  A folder that
+    cannot be listed is an error: its images would be missing without a word.
     """
-    waiting = [os.fspath(root)]
+    waiting, seen = [os.fspath(root)], set[tuple[int, int]]()
     while waiting:
         folders: list[str] = []
-        for entry in _entries(waiting.pop()):
+        for entry in _entries(waiting.pop(), seen):
             if is_hidden(entry.name):
                 continue
             if not _is_folder(entry):
                 yield entry.path
-            elif not entry.is_symlink():
+            elif linked or not entry.is_symlink():
                 folders.append(entry.path)
         waiting += reversed(folders)
 
 
-def _entries(folder: str) -> list[os.DirEntry[str]]:
-    """Return what is in a folder, by name; nothing of one that is none, or is gone."""
+def _entries(folder: str, seen: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
+    """Return what is in a folder, by name; nothing of one that is none, is gone, or was seen under another name."""
     try:
+        status = Path(folder).stat()
+        if (status.st_dev, status.st_ino) in seen:
+            return []
+        seen.add((status.st_dev, status.st_ino))
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):

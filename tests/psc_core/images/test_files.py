@@ -75,6 +75,17 @@ def test_files_below_are_those_of_the_library(tmp_path: Path) -> None:
     assert [os.path.relpath(path, tmp_path) for path in found] == ["5", "a/4", "a/c/3", "b/1", "b/2", "b/d/6"]
 
 
+def test_linked_folders_are_read_once_and_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    for name in ("root/a/1", "elsewhere/2"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    root = tmp_path / "root"
+    for link, target in (("a/up", root), ("b", root / "a"), ("c", tmp_path / "elsewhere"), ("d", root / "c")):
+        (root / link).symlink_to(target)
+    for linked, names in ((True, ["a/1", "c/2"]), (False, ["a/1"])):
+        assert [os.path.relpath(path, root) for path in files_below(root, linked=linked)] == names
+
+
 def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its images would be missing without a word."""
     (tmp_path / "closed").mkdir()
