@@ -420,7 +420,8 @@ class _Place:
 def read_weights(path: Path, wanted: Mapping[str, Tensor]) -> Weights:
     """Read the tensors of a network from a checkpoint; ``wanted`` is the network's state dict."""
     checkpoint = read_checkpoint(path)
-    places = [place for at, held in _dictionaries(checkpoint).items() for place in _places(at, held, wanted)]
+    found = {at: _renamed(held, wanted) for at, held in _dictionaries(checkpoint).items()}
+    places = [place for at, held in found.items() for place in _places(at, held, wanted)]
     needed = sum(not name.endswith(_COUNTER) for name in wanted)
     fitting = sorted((place for place in places if place.found == needed), key=lambda place: place.is_average)
     if not fitting and is_whole_network(checkpoint):
@@ -495,6 +496,22 @@ def _dictionaries(checkpoint: object) -> dict[str, dict[str, Tensor]]:
             below += [(f"{path}.{name}".lstrip("."), value) for name, value in by_name.items() if name not in held]
         level = below
     return found
+
+
+# Older names in torchvision's own files, of the MLPs of vit_* and of the layers of densenet*, and what replaces them.
+_OLDER: Final = (
+    (re.compile(r"\bmlp\.linear_1\."), "mlp.0."),
+    (re.compile(r"\bmlp\.linear_2\."), "mlp.3."),
+    (re.compile(r"(\bdenselayer\d+\.(?:norm|conv))\.(?=[12]\.)"), r"\1"),
+)
+
+
+def _renamed(held: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by their newer names, unless the network itself has older ones."""
+    for older, newer in _OLDER:
+        if not any(map(older.search, wanted)):
+            held = {older.sub(newer, name): tensor for name, tensor in held.items()}
+    return held
 
 
 def _places(path: str, held: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> list[_Place]:

@@ -433,6 +433,15 @@ def test_any_prefix_is_removed(parts: list[str], tmp_path_factory: pytest.TempPa
     assert are_equal(weights.tensors, state())
 
 
+def test_older_names_of_torchvision_are_read(tmp_path: Path) -> None:
+    old = ("a.mlp.linear_1.weight", "a.mlp.linear_2.bias", "denselayer1.norm.1.bias", "denselayer1.conv.2.weight")
+    new = ("a.mlp.0.weight", "a.mlp.3.bias", "denselayer1.norm1.bias", "denselayer1.conv2.weight")
+    torch.save({f"module.{name}": torch.full((1,), float(i)) for i, name in enumerate(old)}, tmp_path / "net.pth")
+    for names in (new, old):
+        found = read_weights(tmp_path / "net.pth", dict.fromkeys(names, torch.zeros(1)))
+        assert [float(found.tensors[name]) for name in names] == [0, 1, 2, 3]
+
+
 def test_says_what_is_converted(tmp_path: Path) -> None:
     for dtype, name in ((torch.float16, "float16"), (torch.float64, "float64"), (torch.float8_e4m3fn, "float8_e4m3fn")):
         given = {key: part.to(dtype) if part.is_floating_point() else part for key, part in state().items()}
