@@ -28,7 +28,7 @@ _EXAMPLE = """examples:
   psc-export --check exported          (on the machine that will run it)
   psc-export --bundle bundle --out site --for web
 """
-# What each target is, and the files that are written over in a folder that has them.
+# What each target is, and the files and folders that are written over in a folder that has them.
 _TARGETS: Final = {
     "onnx": (
         "one ONNX file, with test images and README",
@@ -36,7 +36,7 @@ _TARGETS: Final = {
     ),
     "web": (
         "a static web page with the model inside",
-        ("index.html", "model.json", "examples.json", "model-any-size.onnx"),
+        ("index.html", "model.json", "examples.json", "model-any-size.onnx", "page", "onnxruntime", "examples"),
     ),
     "triton": ("a repository of Triton", ("{name}/config.pbtxt", "{name}/1/model.onnx")),
     "openvino": ("a repository of OpenVINO's model server", ("{name}/1/model.onnx",)),
@@ -167,10 +167,10 @@ def write_page(model: FittedModel, graph: ModelProto, folder: Path, *, runtime: 
     from psc_core.export.graph import ANY_SIZE
 
     found = find_runtime(runtime)
-    offered = examples_in(examples, examples)
+    offered = {name: file.read_bytes() for name, file in examples_in(examples, examples).items()}
     if not offered and images_below(examples, must=False):
         raise UsageError(f"expected images to try of at most {MAX_FILE_BYTES >> 20} MiB below {examples}; shrink them")
-    for part in ("page", "onnxruntime", "examples"):
+    for part in ("page", "onnxruntime"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     for file in PAGE.iterdir():
         if not file.name.startswith((_DOCS, "index.")):
@@ -181,8 +181,7 @@ def write_page(model: FittedModel, graph: ModelProto, folder: Path, *, runtime: 
     if (listed := folder / "examples.json").exists():  # What is offered no longer shall not stay there to be found.
         for name in json.loads(listed.read_text())["files"]:
             (folder / "examples" / Path(name).name).unlink(missing_ok=True)
-    for name, file in offered.items():
-        shutil.copyfile(file, folder / "examples" / name)
+    write_files(folder / "examples", offered)
     write_files(folder, {ANY_SIZE: graph.SerializeToString()})
     listed.write_text(json.dumps({"files": list(offered)}))
     described = describe_model(model, model.policy, name=model.name, backend="onnxruntime-web", models=[model.name])

@@ -35,6 +35,9 @@ def test_the_folder_has_all_that_it_asks_for(runtime: Path, tmp_path: Path, caps
     assert code == 0 and f"next: python3 -m http.server --directory {site}" in out
     code, _, err = run(capsys, cli.main, words)
     assert code == 2 and "holds index.html and model.json and" in err
+    (tmp_path / "other" / "page").mkdir(parents=True)  # of another site
+    code, _, err = run(capsys, cli.main, [*words, "--out", str(tmp_path / "other")])
+    assert code == 2 and "holds page already" in err
     page = (site / "index.html").read_text()
     assert re.findall(r'src="(page/[^"]+js)"', page) == ["page/local.js"]  # It loads the others when it can answer.
     assert "<noscript>" not in page and 'href="metrics"' not in page  # which name what only a service has
@@ -93,9 +96,10 @@ def test_only_images_of_their_folder_are_published(runtime: Path, tmp_path: Path
     (tmp_path / "few" / "mine.png").write_bytes((BUNDLE / "examples" / "clean.png").read_bytes())
     (tmp_path / "few" / "link.png").symlink_to(tmp_path / "secret.png")
     model = load_model(BUNDLE, device="cpu")
-    for examples, names in ((BUNDLE / "examples", 4), (tmp_path / "few", 1)):  # The former ones do not stay.
+    offered = tmp_path / "site" / "examples"
+    for examples, names in ((BUNDLE / "examples", 4), (offered, 4), (tmp_path / "few", 1)):  # Former ones do not stay.
         write_page(model, ModelProto(), tmp_path / "site", runtime=runtime, examples=examples)
-        assert len(list((tmp_path / "site" / "examples").iterdir())) == names
+        assert len(list(offered.iterdir())) == names
     assert json.loads((tmp_path / "site" / "examples.json").read_text())["files"] == ["mine.png"]
 
 
