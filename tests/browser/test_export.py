@@ -21,7 +21,7 @@ from app import export_cli as cli
 from psc_core.export.folder import README, VECTORS
 from psc_core.export.graph import PIXELS
 from psc_core.model import load_model
-from tests.browser.test_page import Driver, chromium, driver, find, text, until
+from tests.browser.test_page import Driver, before_the_page, chromium, driver, find, text, until
 from tests.conftest import ROOT
 from tests.npm import write_runtime
 from tests.served import GUARD_SECONDS
@@ -102,7 +102,7 @@ def test_the_page_needs_no_service(driver: Driver, site: str) -> None:
     assert not any(element.is_displayed() for element in find(driver, "#views, footer nav"))
     assert text(driver, "#local") == "The model runs in this browser: your images stay here."
     driver.set_script_timeout(GUARD_SECONDS)
-    model, photo = load_model(BUNDLE, device="cpu"), Image.linear_gradient("L").resize((301, 203)).convert("RGB")
+    model, photo = load_model(BUNDLE, device="cpu"), Image.linear_gradient("L").resize((301, 703)).convert("RGB")
     turned = Image.Exif()
     turned[0x112] = 6
     seen_through = photo.copy()
@@ -121,26 +121,49 @@ def test_the_page_needs_no_service(driver: Driver, site: str) -> None:
     assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []
 
 
-def test_what_is_transparent_is_refused_where_its_colours_count(driver: Driver, tmp_path: Path) -> None:
-    """Pixels are read first, so that no runtime is needed."""
+CHANGED = """
+const {prototype} = OffscreenCanvasRenderingContext2D, {getImageData} = prototype;
+prototype.getImageData = function (...area) {
+  const read = getImageData.apply(this, area);
+  read.data[0] ^= Number(window.changed ?? 0);
+  return read;
+};
+"""
+
+
+@pytest.fixture
+def without_runtime(tmp_path: Path) -> Path:
+    """An exported page that reads pixels, and has no runtime to answer with."""
     folder, runtime = tmp_path / "site", write_runtime(tmp_path / "npm")
     assert cli.main(["--bundle", str(BUNDLE), "--out", str(folder), "--for", "web", "--runtime", str(runtime)]) == 0
-    about = json.loads((folder / "model.json").read_text())
+    return folder
+
+
+def test_what_a_canvas_does_not_keep_is_refused(driver: Driver, without_runtime: Path) -> None:
+    about = json.loads((without_runtime / "model.json").read_text())
+    images = {mode: Image.new(mode, (8, 1100)) for mode in ("RGB", "RGBA")}  # more rows than are read at once
+    images["in part"] = images["RGBA"].copy()
+    images["in part"].putpixel((5, 1050), (0, 0, 0, 1))
     answers = {}
     for background in ("none", "black"):
         about["input"]["background"] = background
-        (folder / "model.json").write_text(json.dumps(about))
-        with serving(folder) as site:
+        (without_runtime / "model.json").write_text(json.dumps(about))
+        with serving(without_runtime) as site, before_the_page(driver, CHANGED):
             driver.get(site)
             until(lambda: text(driver, "#local").startswith("The model could not be loaded."))
-            for mode in ("RGB", "RGBA"):
+            for name, image in images.items():
                 buffer = io.BytesIO()
-                Image.new(mode, (8, 8)).save(buffer, "PNG")
-                answers[background, mode] = driver.execute_async_script(ASK, list(buffer.getvalue()))
+                image.save(buffer, "PNG")
+                answers[background, name] = driver.execute_async_script(ASK, list(buffer.getvalue()))
+            driver.execute_script("window.changed = 1")
+            answers[background, "changed"] = driver.execute_async_script(ASK, list(buffer.getvalue()))
     driver.get_log("browser")
-    status, answer = answers.pop(("none", "RGBA"))
-    assert status == 415 and "transparent" in answer["detail"]
-    assert {status for status, _ in answers.values()} == {500}, answers
+    refused = {place: answer["detail"] for place, (status, answer) in answers.items() if status == 415}
+    for background in ("none", "black"):
+        assert "changes the pixels" in refused.pop((background, "changed"))
+    assert refused.keys() == {("none", "RGBA"), ("none", "in part"), ("black", "RGBA")}
+    assert all("transparent" in detail for detail in refused.values())
+    assert {status for status, _ in answers.values()} == {415, 500}, answers
 
 
 @pytest.mark.skipif(not WEB, reason="ORT_WEB names no onnxruntime-web")

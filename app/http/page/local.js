@@ -2,6 +2,7 @@
 // service, by the exported graph in WebAssembly. It loads the page last, and nothing is left that could send an image.
 
 const MAX_PIXELS = 25_000_000; // as the service
+const ROWS = 512; // that are read at once: a canvas that is too large for the browser is read as zeros
 const GREY = [19595, 38470, 7471]; // of 65536: the weights of red, green and blue in Pillow's grey
 const ask = globalThis.fetch.bind(globalThis);
 const note = document.getElementById("local");
@@ -73,29 +74,51 @@ function answer(found, { classes, checks, decisions, task }) {
 
 const plain = (value) => (typeof value === "bigint" ? Number(value) : value);
 
+const canvas = (width, height) => new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+
+// Some browsers change what is read from a canvas, so that no site can tell their users apart by it.
+function changesWhatIsRead() {
+  const context = canvas(256, 1);
+  const colours = Array.from({ length: 256 }, (_, at) => [at, 255 - at, (37 * at) % 256]);
+  for (const [at, colour] of colours.entries()) {
+    context.fillStyle = `rgb(${colour})`;
+    context.fillRect(at, 0, 1, 1);
+  }
+  const painted = colours.flatMap((colour) => [...colour, 255]);
+  return context.getImageData(0, 0, 256, 1).data.some((value, at) => value !== painted[at]);
+}
+
 // Decode a file as the service does: upright, blended onto the background, grey where the network sees grey.
 async function pixelsOf(file, { mode, background = "black" }) {
+  if (changesWhatIsRead()) throw new Refused(415, "This browser changes the pixels that a page reads; allow this page to read canvases, or use another browser.");
   const bitmap = await createImageBitmap(file, { colorSpaceConversion: "none" }).catch(() => {
     throw new Refused(415, "This browser cannot read the image; choose a JPEG or PNG file.");
   });
   const { width, height } = bitmap;
   if (width * height > MAX_PIXELS) throw new Refused(413, `The image has more than ${MAX_PIXELS / 1e6} million pixels; make it smaller.`);
-  const context = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
-  if (background !== "none") {
-    context.fillStyle = background;
-    context.fillRect(0, 0, width, height);
-  }
-  context.drawImage(bitmap, 0, 0);
-  bitmap.close();
-  const { data } = context.getImageData(0, 0, width, height);
+  // A canvas keeps colours times alpha, so that the colour of what is transparent is lost.
+  const transparent = new Refused(415, "The image is transparent, and a browser changes its colours; make it opaque.");
+  const context = canvas(width, Math.min(ROWS, height));
+  context.fillStyle = background;
   const channels = mode === "L" ? 1 : 3;
   const pixels = new Uint8Array(width * height * channels);
-  for (let from = 0, to = 0; from < data.length; from += 4) {
-    // A canvas keeps colours times alpha, so that the colour of what is transparent is lost.
-    if (data[from + 3] < 255) throw new Refused(415, "The image is transparent, and a browser changes its colours; make it opaque.");
-    if (channels === 1) pixels[to++] = (GREY[0] * data[from] + GREY[1] * data[from + 1] + GREY[2] * data[from + 2] + 0x8000) >> 16;
-    else for (let colour = 0; colour < 3; colour += 1) pixels[to++] = data[from + colour];
+  let isVisible = false;
+  for (let top = 0, to = 0; top < height; top += ROWS) {
+    const read = () => context.getImageData(0, 0, width, Math.min(ROWS, height - top)).data;
+    context.globalCompositeOperation = "copy";
+    context.drawImage(bitmap, 0, -top);
+    isVisible ||= read().some((value) => value > 0);
+    context.globalCompositeOperation = "destination-over";
+    if (background !== "none") context.fillRect(0, 0, width, ROWS);
+    const data = read();
+    for (let from = 0; from < data.length; from += 4) {
+      if (data[from + 3] < 255) throw transparent;
+      if (channels === 1) pixels[to++] = (GREY[0] * data[from] + GREY[1] * data[from + 1] + GREY[2] * data[from + 2] + 0x8000) >> 16;
+      else for (let colour = 0; colour < 3; colour += 1) pixels[to++] = data[from + colour];
+    }
   }
+  bitmap.close();
+  if (!isVisible) throw transparent;
   return [pixels, [1, height, width, channels]];
 }
 
