@@ -9,7 +9,7 @@ const note = document.getElementById("local");
 const runtime = (name) => new URL(`../onnxruntime/${name}`, import.meta.url).href;
 
 async function fetchFile(path) {
-  const response = await ask(path);
+  const response = await ask(path, { cache: "no-cache" }); // A new export is noticed, and its files belong together.
   if (!response.ok) throw new Error(`The file server answered ${response.status} for ${path}.`);
   return response;
 }
@@ -18,7 +18,8 @@ async function load() {
   const ort = await import(runtime("ort.wasm.min.js"));
   ort.env.wasm.wasmPaths = { mjs: runtime("ort-wasm-simd-threaded.js"), wasm: runtime("ort-wasm-simd-threaded.wasm") };
   ort.env.wasm.proxy = true; // In a worker, so that the page answers meanwhile.
-  const graph = await (await fetchFile("model-any-size.onnx")).arrayBuffer();
+  const { version } = await model;
+  const graph = await (await fetchFile(`model-any-size.onnx?${version}`)).arrayBuffer();
   const session = await ort.InferenceSession.create(graph, { executionProviders: ["wasm"], logSeverityLevel: 3 });
   note.textContent = "The model runs in this browser: your images stay here.";
   return { session, Tensor: ort.Tensor };
