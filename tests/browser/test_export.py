@@ -21,7 +21,7 @@ from app import export_cli as cli
 from psc_core.export.folder import README, VECTORS
 from psc_core.export.graph import PIXELS
 from psc_core.model import load_model
-from tests.browser.test_page import Driver, before_the_page, chromium, driver, find, text, until
+from tests.browser.test_page import FAILING, Driver, before_the_page, chromium, driver, find, text, until
 from tests.conftest import ROOT
 from tests.npm import write_runtime
 from tests.served import GUARD_SECONDS
@@ -92,7 +92,8 @@ def site(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.skipif(not WEB, reason="ORT_WEB names no onnxruntime-web")
 def test_the_page_needs_no_service(driver: Driver, site: str) -> None:
-    driver.get(site)
+    with before_the_page(driver, FAILING):
+        driver.get(site)
     until(lambda: len(find(driver, "#examples button")) == 4)
     signs = {"clean": "✓ Accept", "ambiguous": "? Unclear", "shirt": "! Unusual", "corner": "! Unusual"}
     for button, (name, sign) in zip(find(driver, "#examples button"), signs.items(), strict=True):
@@ -167,17 +168,17 @@ def test_what_a_canvas_does_not_keep_is_refused(driver: Driver, without_runtime:
     assert {status for status, _ in answers.values()} == {415, 500}, answers
 
 
-@pytest.mark.skipif(not WEB, reason="ORT_WEB names no onnxruntime-web")
-def test_a_page_without_its_runtime_says_so(driver: Driver, site: str, tmp_path: Path) -> None:
-    (tmp_path / "site" / "onnxruntime" / "ort.wasm.min.js").unlink()
-    driver.get(site)
-    until(lambda: text(driver, "#local").startswith("The model could not be loaded."))
-    until(lambda: len(find(driver, "#examples button")) == 4)
-    find(driver, "#examples button")[0].click()
-    until(lambda: text(driver, "#badge") not in ("", "Waiting…", "Classifying…"))
-    assert "API key" not in text(driver, "main")
-    assert (
-        driver.execute_async_script("fetch('other', {method: 'POST'}).then((found) => arguments[0](found.status))")
-        == 404
-    )
+def test_a_page_without_its_runtime_says_so(driver: Driver, without_runtime: Path) -> None:
+    (without_runtime / "onnxruntime" / "ort.wasm.min.js").unlink()
+    with serving(without_runtime) as site, before_the_page(driver, FAILING):  # Other files are loaded again.
+        driver.get(site)
+        until(lambda: text(driver, "#local").startswith("The model could not be loaded."))
+        until(lambda: len(find(driver, "#examples button")) == 4)
+        find(driver, "#examples button")[0].click()
+        until(lambda: text(driver, "#badge") not in ("", "Waiting…", "Classifying…"))
+        assert "dynamically imported module" in text(driver, ".tile") and "API key" not in text(driver, "main")
+        assert (
+            driver.execute_async_script("fetch('other', {method: 'POST'}).then((found) => arguments[0](found.status))")
+            == 404
+        )
     driver.get_log("browser")

@@ -759,6 +759,18 @@ def test_a_request_that_fails_once_is_sent_again(driver: Driver, files: dict[str
         assert errors(driver) == []
 
 
+@pytest.mark.parametrize("failure", ["broken", "gone"])
+def test_a_model_that_failed_to_load_can_be_tried_again(driver: Driver, files: dict[str, Path], failure: str) -> None:
+    with live_server() as url, before_the_page(driver, f"{FAILING} window.{failure} = 'model';"):
+        driver.get(url)
+        choose(driver, files["clear"])
+        until(lambda: says(driver, ".tile", "The service answered"))
+        assert not find(driver, "#key-form")[0].is_displayed()
+        driver.execute_script("window.broken = window.gone = ''")
+        find(driver, "#again")[0].click()
+        until(lambda: says(driver, ".tile", "✓ Accept"))
+
+
 def test_a_comparison_that_fails_changes_nothing(driver: Driver, files: dict[str, Path]) -> None:
     with live_server({"first": FakeModel(), "second": FakeModel("v2")}) as url, before_the_page(driver, FAILING):
         driver.get(url)

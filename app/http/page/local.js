@@ -10,7 +10,7 @@ const runtime = (name) => new URL(`../onnxruntime/${name}`, import.meta.url).hre
 
 async function fetchFile(path) {
   const response = await ask(path, { cache: "no-cache" }); // A new export is noticed, and its files belong together.
-  if (!response.ok) throw new Error(`The file server answered ${response.status} for ${path}.`);
+  if (!response.ok) throw new Refused(response.status, `The file server answered ${response.status} for ${path}.`);
   return response;
 }
 
@@ -18,16 +18,25 @@ async function load() {
   const ort = await import(runtime("ort.wasm.min.js"));
   ort.env.wasm.wasmPaths = { mjs: runtime("ort-wasm-simd-threaded.js"), wasm: runtime("ort-wasm-simd-threaded.wasm") };
   ort.env.wasm.proxy = true; // In a worker, so that the page answers meanwhile.
-  const { version } = await model;
+  const { version } = await model();
   const graph = await (await fetchFile(`model-any-size.onnx?${version}`)).arrayBuffer();
   const session = await ort.InferenceSession.create(graph, { executionProviders: ["wasm"], logSeverityLevel: 3 });
   note.textContent = "The model runs in this browser: your images stay here.";
   return { session, Tensor: ort.Tensor };
 }
 
-const model = fetchFile("model.json").then((response) => response.json());
-const loaded = load();
-loaded.catch((problem) => (note.textContent = `The model could not be loaded. ${problem.message}`));
+// Load something once; after a failure, again for the next who asks.
+function once(load) {
+  let loading = null;
+  return () => (loading ??= load().catch((problem) => {
+    loading = null;
+    throw problem;
+  }));
+}
+
+const model = once(async () => (await fetchFile("model.json")).json());
+const loaded = once(load);
+loaded().catch((problem) => (note.textContent = `The model could not be loaded. ${problem.message}`));
 let last = Promise.resolve(); // One image after the other: WebAssembly has one thread here.
 
 class Refused extends Error {
@@ -43,10 +52,11 @@ globalThis.fetch = async (path, { body } = {}) => {
     if (asked.endsWith("/predict")) return Response.json(await predict(body.get("images")));
     if (asked.endsWith("/examples")) return await fetchFile("examples.json");
     if (asked.includes("/examples/")) return await fetchFile(`examples/${asked.split("/").pop()}`);
-    if (asked === "model" || asked.startsWith("models/")) return Response.json(await model);
+    if (asked === "model" || asked.startsWith("models/")) return Response.json(await model());
     throw new Refused(404, "There is no service behind this page.");
   } catch (problem) {
-    return Response.json({ detail: problem.message }, { status: problem.status ?? 500 });
+    const status = problem.status ?? (problem instanceof TypeError ? 503 : 500); // A lost connection is a TypeError.
+    return Response.json({ detail: problem.message }, { status });
   }
 };
 
@@ -54,9 +64,9 @@ globalThis.fetch = async (path, { body } = {}) => {
 for (const node of document.querySelectorAll('#views a[href="#live"]')) node.remove();
 
 async function predict(file) {
-  const { name, version, layer, policy, ...about } = await model;
+  const { name, version, layer, policy, ...about } = await model();
   const [pixels, sizes] = await pixelsOf(file, about.input);
-  const { session, Tensor } = await loaded;
+  const { session, Tensor } = await loaded();
   const running = last.then(() => session.run({ images: new Tensor("uint8", pixels, sizes) }));
   last = running.catch(() => {});
   return { model: { name, version, layer }, policy, predictions: [answer(await running, about)] };

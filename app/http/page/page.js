@@ -25,6 +25,7 @@ const panel = element("panel");
 const view = { model: null, rival: null, policy: null }; // the thresholds of this page; the model's until they are changed
 let images = []; // {id, file, tile, state: "waiting", "asked", "locked", "failed" or "done", prediction, decision, other, drawn, problem}
 let modelLoading = null;
+let modelProblem = null; // why no model is there
 let filter = "all";
 let opened = null; // the image that the panel shows
 let running = 0;
@@ -39,6 +40,7 @@ async function loadModel(name = null) {
     view.model = await getModel(name);
   } catch (problem) {
     if (problem.status === 404 && name !== null) return loadModel();
+    modelProblem = problem;
     element("key-form").hidden = problem.status !== 401;
     element("model").textContent = problem.message;
     say(problem.message);
@@ -186,7 +188,7 @@ async function ask(image) {
     await modelLoading;
     sent = { ...view };
     const { model, rival } = sent;
-    if (model === null) throw new Problem(401, element("model").textContent);
+    if (model === null) throw modelProblem;
     const [answer, second] = await Promise.all([model, rival].map((each) => each && predict(each.name, image.file)));
     image.version = answer.model.version;
     if (!areOthers(sent) && image.version !== view.model.version) await renew(model); // The model was reloaded.
@@ -201,7 +203,7 @@ async function ask(image) {
     if (image === opened) explain();
   } catch (problem) {
     if (!images.includes(image)) return;
-    if (problem.status === 404 && (await areGone(sent))) return wait(image);
+    if (problem.status === 404 && sent.model !== null && (await areGone(sent))) return wait(image);
     fail(image, problem);
   }
   progress();
@@ -239,7 +241,7 @@ function fail(image, problem) {
   const wantsKey = problem.status === 401;
   element("key-form").hidden &&= !wantsKey;
   const message = problem.message.replace(/^image 0 \('.*?'\): /, ""); // The page says which by its name.
-  Object.assign(image, { state: wantsKey ? "locked" : "failed", prediction: null, problem: message, isWorthATry: canBeSentAgain(problem) });
+  Object.assign(image, { state: wantsKey ? "locked" : "failed", prediction: null, problem: message, isWorthATry: problem === modelProblem || canBeSentAgain(problem) });
   showState(image.tile, "error", "✕ Failed", message);
 }
 
@@ -381,7 +383,10 @@ on("panel", "close", () => {
 on("why", "toggle", explain);
 on("picture", "load", redraw);
 on("picture", "error", redraw);
-on("again", "click", () => again("failed"));
+on("again", "click", () => {
+  if (view.model === null) modelLoading = loadModel();
+  again("failed");
+});
 on("csv", "click", () => save("psc.csv", "text/csv", toCsv(visible(images), view)));
 on("json", "click", () => save("psc.json", "application/json", toJson(visible(images), view)));
 on("clear", "click", clear);
