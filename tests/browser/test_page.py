@@ -544,6 +544,11 @@ def test_the_keyboard_reaches_every_image(page: Driver, files: dict[str, Path]) 
     press("\ue014")
     until(lambda: text(page, "#panel-name") == "clear.png")
     assert find(page, ".tile[aria-current]")[0].accessible_name.startswith("clear.png")
+    for modifier in ("alt", "ctrl", "meta"):  # The browser goes back.
+        event = (
+            f"new KeyboardEvent('keydown', {{key: 'ArrowLeft', {modifier}Key: true, bubbles: true, cancelable: true}})"
+        )
+        assert page.execute_script(f"return document.activeElement.dispatchEvent({event})")
     press("\ue014")  # There is none beyond.
     press("\ue00c")  # Escape
     until(lambda: not find(page, "#panel")[0].is_displayed())
@@ -674,9 +679,15 @@ def test_two_models_side_by_side(driver: Driver, files: dict[str, Path]) -> None
         driver.get(url)
         classify(driver, files["clear"], files["between"])
         assert [each.text for each in find(driver, "#rivals option")] == ["nothing", "second"]
+        driver.execute_script(
+            "window.shown = []; new MutationObserver((seen) => {"
+            "for (const {addedNodes} of seen) for (const {textContent} of addedNodes) window.shown.push(textContent);"
+            "}).observe(document.getElementById('grid'), {childList: true, subtree: true});"
+        )
         find(driver, "#rivals option")[1].click()
         until(lambda: len([each for each in find(driver, ".rival") if each.is_displayed()]) == 2)
         until(lambda: text(driver, "#status") == "2 of 2 images classified.")
+        assert driver.execute_script("return window.shown").count("Waiting…") == 2
         assert tile(driver, "between.png").text == "? Unclear\nmiddle?\n✓ Accept\nmiddle\nbetween.png"
         find(driver, "#filters [data-filter=differ]")[0].click()
         until(lambda: order(driver) == ["between.png"])
@@ -861,6 +872,21 @@ def test_the_answer_of_a_cleared_image_opens_nothing(driver: Driver, files: dict
         driver.execute_script("window.release()")
         until(lambda: text(driver, "#status") == "1 of 2 images classified, 1 failed.")
         until(lambda: text(driver, "#panel-name") == "clear.png")
+
+
+def test_the_image_that_was_chosen_stays_open(driver: Driver, files: dict[str, Path], url: str) -> None:
+    with before_the_page(driver, f"window.held = 'strange.png'; {HELD}"):
+        for closes in (False, True):
+            driver.get(url)
+            choose(driver, files["clear"], files["strange"])
+            until(lambda: "✓ Accept" in text(driver, ".tile"))
+            open_panel(driver, "clear.png")
+            if closes:
+                find(driver, "#close")[0].click()
+            driver.execute_script("window.release()")
+            until(lambda: text(driver, "#status") == "2 of 2 images classified.")
+            until(lambda: len(find(driver, "#chart .mark")) == 2)
+            assert text(driver, "#panel-name") == ("" if closes else "clear.png")
 
 
 def test_what_took_too_long_can_be_tried_again(driver: Driver, files: dict[str, Path]) -> None:

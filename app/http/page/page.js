@@ -31,7 +31,7 @@ let opened = null; // the image that the panel shows
 let running = 0;
 let added = 0; // the number of images ever added, for their ids
 let drawing = false;
-let isFirst = false; // the first of several images that needs a person is still to be opened
+let isFirst = false; // the first of several images that needs a person is still to be opened, unless a person opens one
 
 // A service that is loading or restarting is asked again; the images wait until then. One that came back with other
 // models is asked for its default.
@@ -235,6 +235,7 @@ async function areGone(sent) {
 // The answer of another model must neither be decided, drawn nor saved as this one's.
 function wait(image) {
   Object.assign(image, { state: "waiting", prediction: null, other: null, problem: null });
+  showState(image.tile, "waiting", "Waiting…");
 }
 
 function fail(image, problem) {
@@ -267,6 +268,7 @@ function say(text) {
 function open(image, takesFocus = true) {
   if (image.tile.hidden || image.state === "waiting") filter = "all";
   opened = image;
+  isFirst &&= !takesFocus;
   openPanel(takesFocus);
   redraw();
   if (takesFocus) image.tile.scrollIntoView({ block: "nearest" });
@@ -362,6 +364,7 @@ for (const id of ["grid", "chart"]) {
   });
 }
 document.addEventListener("keydown", (event) => {
+  if (event.altKey || event.ctrlKey || event.metaKey) return; // The browser's own, as Alt + ← is.
   const inPanel = panel.contains(event.target);
   if (event.key === "Escape" && panel.open) panel.close();
   else if (inPanel ? ["ArrowLeft", "ArrowRight"].includes(event.key) : event.target.closest(".tile")) move(event.key, inPanel);
@@ -374,6 +377,7 @@ on("close", "click", () => panel.close());
 on("panel", "close", () => {
   const last = opened;
   opened = null;
+  isFirst = false;
   if (last && images.includes(last)) {
     if (!last.tile.hidden) reach(last.id);
     element("grid").querySelector("[tabindex='0']")?.focus();
