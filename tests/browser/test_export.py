@@ -177,8 +177,9 @@ def test_a_page_without_its_runtime_says_so(driver: Driver, without_runtime: Pat
         find(driver, "#examples button")[0].click()
         until(lambda: text(driver, "#badge") not in ("", "Waiting…", "Classifying…"))
         assert "dynamically imported module" in text(driver, ".tile") and "API key" not in text(driver, "main")
+        ask = "fetch(arguments[0], {method: 'POST'}).then((found) => arguments[1](found.status))"
+        assert driver.execute_async_script(ask, "other") == 404
         assert (
-            driver.execute_async_script("fetch('other', {method: 'POST'}).then((found) => arguments[0](found.status))")
-            == 404
-        )
+            driver.execute_async_script(ask, "models/digits/predict?map=true") == 422
+        )  # before it is classified again
     driver.get_log("browser")

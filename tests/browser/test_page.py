@@ -432,7 +432,7 @@ def test_sliders_decide_as_the_service_does(page: Driver, files: dict[str, Path]
             answer = HTTP.post(f"{url}/predict", files=sent, params={"ambiguity_threshold": 9, **query}).json()
             assert decision_of(page, f"{name}.png") == answer["predictions"][0]["decision"], (name, query)
     assert text(page, "#handed") == "About 7 in 100 ordinary images go to a person, unusual by mistake."
-    assert "The service keeps its own limits" in text(page, "#own")
+    assert "the model keeps its own limits" in text(page, "#own")
     find(page, "#reset")[0].click()
     until(lambda: not find(page, "#own")[0].is_displayed())
     assert decision_of(page, "clear.png") == "accept"

@@ -47,8 +47,9 @@ class Refused extends Error {
 }
 
 globalThis.fetch = async (path, { body } = {}) => {
-  const [asked] = String(path).split("?");
+  const [asked, query] = String(path).split("?");
   try {
+    if (new URLSearchParams(query).has("map")) throw new Refused(422, "There is no map without a service.");
     if (asked.endsWith("/predict")) return Response.json(await predict(body.get("images")));
     if (asked.endsWith("/examples")) return await fetchFile("examples.json");
     if (asked.includes("/examples/")) return await fetchFile(`examples/${asked.split("/").pop()}`);
