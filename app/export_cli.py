@@ -165,11 +165,16 @@ def write_page(model: FittedModel, graph: ModelProto, folder: Path, *, runtime: 
     from psc_core.bundle import write_files
     from psc_core.export.folder import images_below
     from psc_core.export.graph import ANY_SIZE
+    from psc_core.images import SUFFIXES
 
     found = find_runtime(runtime)
-    offered = {name: file.read_bytes() for name, file in examples_in(examples, examples).items()}
+    shown = [suffix for suffix in SUFFIXES if not suffix.startswith(".tif")]  # by browsers
+    offered = {name: file.read_bytes() for name, file in examples_in(examples, examples, shown).items()}
     if not offered and images_below(examples, must=False):
-        raise UsageError(f"expected images to try of at most {MAX_FILE_BYTES >> 20} MiB below {examples}; shrink them")
+        raise UsageError(
+            f"expected images to try of at most {MAX_FILE_BYTES >> 20} MiB below {examples}, and none of TIFF, "
+            "which browsers do not read; shrink or convert them"
+        )
     for part in ("page", "onnxruntime"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     for file in PAGE.iterdir():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from itertools import groupby, zip_longest
@@ -357,7 +357,7 @@ def example_files(service: Service, name: str) -> dict[str, Path]:
     return {} if bundle is None else examples_in(bundle / TRY_FOLDER, bundle)
 
 
-def examples_in(folder: Path, home: Path) -> dict[str, Path]:
+def examples_in(folder: Path, home: Path, suffixes: Collection[str] = SUFFIXES) -> dict[str, Path]:
     """Return images to try by file name, after its subfolder's; only files inside ``home``, wherever links lead."""
     if not folder.is_dir():
         return {}
@@ -365,7 +365,7 @@ def examples_in(folder: Path, home: Path) -> dict[str, Path]:
     files = [
         path
         for path in map(Path, sorted(files_below(folder, linked=False)))
-        if path.suffix.lower() in SUFFIXES
+        if path.suffix.lower() in suffixes
         and path.is_file()
         and path.resolve().is_relative_to(root)
         and path.stat().st_size <= MAX_FILE_BYTES
