@@ -644,9 +644,10 @@ def test_a_saved_table_tells_files_of_two_folders_and_names_with_spaces_apart(dr
 def test_examples_and_a_service_without_a_log(driver: Driver, files: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "examples").mkdir()
     shutil.copy(files["clear"], tmp_path / "examples" / "bright.png")
-    title = PngImagePlugin.PngInfo()
-    title.add_text("Title", "1. Is this dark?")
-    Image.open(files["between"]).save(tmp_path / "examples" / "titled.png", pnginfo=title)
+    for name, question in {"10": "10. 暗いですか?", "2": "2. Is this dark?"}.items():  # in UTF-8 and in Latin-1
+        title = PngImagePlugin.PngInfo()
+        title.add_text("Title", question)
+        Image.open(files["between"]).save(tmp_path / "examples" / f"titled-{name}.png", pnginfo=title)
     models = {"first": FakeModel(), "second": FakeModel("v2")}
     with live_server(models, bundle=(f"first={tmp_path}", "second=/nowhere"), alpha=0.2) as url:
         driver.get(url)
@@ -656,7 +657,8 @@ def test_examples_and_a_service_without_a_log(driver: Driver, files: dict[str, P
         until(lambda: text(driver, "#drift-word") == "Too few images" and says(driver, "#checked", "--log"))
         find(driver, "#views [href='#try']")[0].click()
         resize(driver, 390)
-        until(lambda: text(driver, "#examples button") == "What does the model say? | 1. Is this dark?")
+        offered = "What does the model say? | 2. Is this dark? | 10. 暗いですか?"
+        until(lambda: text(driver, "#examples button") == offered)
         for _ in range(2):  # The second time, the same image is shown.
             find(driver, "#examples button")[0].click()
             until(lambda: text(driver, ".tile") == "✓ Accept\nbright\nbright.png")

@@ -130,7 +130,7 @@ async function showExamples(name) {
   const files = (await Promise.all(names.map((file) => getExample(name, file).catch(() => null)))).filter(Boolean);
   const titles = new Map(await Promise.all(files.map(async (file) => [file, await titleOf(file)])));
   if (name !== view.model?.name) return;
-  files.sort((a, b) => titles.get(a).localeCompare(titles.get(b)));
+  files.sort((a, b) => titles.get(a).localeCompare(titles.get(b), undefined, { numeric: true }));
   const buttons = files.map((file) => {
     const button = Object.assign(document.createElement("button"), { type: "button", className: "example" });
     button.append(Object.assign(new Image(), { src: URL.createObjectURL(file), alt: "" }), titles.get(file) || "What does the model say?");

@@ -62,12 +62,17 @@ async function filesIn(entry) {
   return (await Promise.all(inside.map(filesIn))).flat();
 }
 
+const TITLES = { latin1: /^tEXtTitle\0(.*)/s, "utf-8": /^iTXtTitle\0\0\0[^\0]*\0[^\0]*\0(.*)/s }; // uncompressed chunks
+
 // Return the title that a PNG file carries, or "".
 export async function titleOf(file) {
   const data = new DataView(await file.arrayBuffer());
   for (let at = 8; at + 12 <= data.byteLength; at += 12 + data.getUint32(at)) {
-    const [kind, title] = new TextDecoder("latin1").decode(data.buffer.slice(at + 4, at + 8 + data.getUint32(at))).split("\0");
-    if (kind === "tEXtTitle") return title;
+    const chunk = data.buffer.slice(at + 4, at + 8 + data.getUint32(at));
+    for (const [encoding, title] of Object.entries(TITLES)) {
+      const found = title.exec(new TextDecoder(encoding).decode(chunk));
+      if (found) return found[1];
+    }
   }
   return "";
 }
