@@ -10,6 +10,10 @@ was asked depend on what an image shows, so those that count are random among th
 than half of a day's labels count at any time, images were chosen, and a time that suits the labels would let some of
 them in: then it is that of the last labelled one.
 
+Of images that were chosen, some days' first ones happen to be among them, and over months these days would add up.  So
+a day that is not reviewed as a whole counts only if labels placed at random on its images would rarely (:data:`LUCK`)
+be as many on those that are asked for them.
+
 Those that count stand for the whole day, also for what came later: where they are a share s of all its images, the
 probability to have drawn and reviewed one is s times that to have drawn it.  A day of which little is reviewed would
 weigh so much that the others hardly counted.  So the days with the largest shares count, as many of them as make the
@@ -45,6 +49,7 @@ from psc_core.log.store import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, Log
 from psc_core.model import FittedModel
 
 REVIEWED: Final = 0.95  # fraction of a day's images, up to the last that counts, that must have a label
+LUCK: Final = 0.001  # maximum probability that labels placed at random look like those of people who start at the top
 
 _COLUMNS: Final = ("time", REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "sample_probability")
 
@@ -254,6 +259,8 @@ _TIMES: Final = 256  # at which a day is cut at most, as each looks at all of it
 
 def _asked(day: Sequence[LoggedLabel]) -> npt.NDArray[np.intp]:
     """Return the positions of those of a day's images, in the order of their digests, that are asked for labels."""
+    from scipy import stats  # imported here, so that a service does not load it
+
     is_labelled = np.array([image.kind is not None for image in day])
     times = np.array([image.time.timestamp() for image in day])
 
@@ -265,7 +272,10 @@ def _asked(day: Sequence[LoggedLabel]) -> npt.NDArray[np.intp]:
     ends = np.unique(times[is_labelled])[::-1]
     found = [until(time) for time in ends[:: len(ends) // _TIMES + 1]] or [until(-np.inf)]
     most = max(found, key=lambda at: is_labelled[at].sum())
-    return most if 2 * is_labelled[most].sum() >= is_labelled.sum() else found[0]
+    asked = most if 2 * is_labelled[most].sum() >= is_labelled.sum() else found[0]
+    labelled = int(is_labelled[asked].sum())
+    luck = stats.hypergeom.sf(labelled - 1, len(day), int(is_labelled.sum()), len(asked))
+    return asked if labelled >= REVIEWED * len(day) or luck <= LUCK else asked[:0]
 
 
 def _weights(images: Sequence[LoggedLabel]) -> Float[Tensor, " n"]:
