@@ -165,6 +165,25 @@ def test_many_classes_are_found_by_their_names(driver: Driver, url: str) -> None
     assert found == [["class 7", "class 3"], "class 11", "class 1", None, None, "class 2", None, None, "Class 1"]
 
 
+@pytest.mark.parametrize(
+    ("names", "more", "keys"),
+    [
+        (["dark", "bright"], [], ["1", "2"]),
+        (["7", "page", "3"], ["0", *"1245689"], ["7", None, "3"]),
+        (["page", "1", "dark"], [], ["2", "1", "3"]),
+    ],
+)
+def test_digits_keep_their_keys_whatever_is_likely(
+    driver: Driver, url: str, names: list[str], more: list[str], keys: list[str | None]
+) -> None:
+    driver.get(url)
+    call = (
+        "const [names, classes, done] = arguments;"
+        "import('./page/tasks.js').then(({keysOf}) => done(keysOf(names, classes).map((key) => key ?? null)));"
+    )
+    assert driver.execute_async_script(call, names, names + more) == keys
+
+
 def test_what_is_none_of_the_classes_gets_a_name(driver: Driver, url: str, log: Log) -> None:
     look(driver, url)
     find(driver, "#review-model [value=m]")[0].click()

@@ -3,7 +3,7 @@
 import { getLoggedImage, getUnreviewed, hasFeedbackKey, sendLabel, useFeedbackKey } from "./api.js";
 import { DECISIONS } from "./decide.js";
 import { SMALL_PIXELS } from "./grid.js";
-import { taskOf } from "./tasks.js";
+import { keysOf, taskOf } from "./tasks.js";
 import { reason } from "./why.js";
 
 const AHEAD = 4; // the images that are loaded before their turn
@@ -73,12 +73,13 @@ function turnTo(item) {
   const fitting = Object.keys(likely).filter((name) => likely[name] >= LIKELY);
   const why = decision === "accept" ? SPOT_CHECK : reason({ ...scores, checks, prediction_set: fitting }, decision, policy, model);
   const choices = task.choices(image, model);
+  const keys = keysOf(choices, model.classes);
   element("case-badge").dataset.decision = decision;
   element("case-badge").textContent = REASONS[decision];
   element("case-guess").textContent = `guess: ${task.guess(image, model)}`;
   element("case-reason").textContent = why;
   element("case-time").textContent = `${new Date(image.time).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" })} · ${image.model}`;
-  element("answers").replaceChildren(...choices.map((name, index) => newAnswer(name, keyOf(name, index, choices))));
+  element("answers").replaceChildren(...choices.map((name, index) => newAnswer(name, keys[index])));
   element("answers").classList.toggle("short", choices.every((name) => name.length < 4));
   const placeholder = choices.length === model.classes.length ? "something else: its name" : "another class, or a name";
   Object.assign(field, { value: "", type: task.field, step: "any", placeholder: task.hint?.(model) ?? placeholder });
@@ -87,12 +88,9 @@ function turnTo(item) {
   (task.field === "text" ? stage : field).focus({ preventScroll: true });
 }
 
-// The keys are 1 to 9 and 0, or the names themselves where all are digits.
-const keyOf = (name, index, names) => (names.every((each) => /^\d$/.test(each)) ? name : String((index + 1) % 10));
-
-function newAnswer(name, key) {
+function newAnswer(name, key = "") {
   const button = Object.assign(document.createElement("button"), { type: "button" });
-  button.append(...(key === name ? [] : [Object.assign(document.createElement("kbd"), { textContent: key }), " "]), name);
+  button.append(...([name, ""].includes(key) ? [] : [Object.assign(document.createElement("kbd"), { textContent: key }), " "]), name);
   button.dataset.key = key;
   button.classList.toggle("guessed", name === current.image.label);
   button.style.setProperty("--done", current.image.likely[name] ?? 0);

@@ -10,7 +10,7 @@ const list = (names) => (names.length > 4 ? `${names.length} classes` : new Intl
 const above = (limit, values) => values.filter((each) => each > limit).length / values.length;
 
 const SHOWN_CLASSES = 20; // with more, their number is said
-const KEYS = 10; // the digits
+const KEYS = [..."1234567890"];
 
 const classification = {
   threshold: "ambiguity_threshold",
@@ -62,8 +62,8 @@ const classification = {
   guess: ({ label }) => label,
   guessed: ({ label }) => label,
   choices({ label, likely }, { classes }) {
-    if (classes.length <= KEYS) return classes;
-    return [...new Set([label, ...Object.keys(likely).sort((a, b) => likely[b] - likely[a])])].slice(0, KEYS);
+    if (classes.length <= KEYS.length) return classes;
+    return [...new Set([label, ...Object.keys(likely).sort((a, b) => likely[b] - likely[a])])].slice(0, KEYS.length);
   },
   label(text, { classes }) {
     const alike = classes.filter((name) => name.toLowerCase() === text.toLowerCase());
@@ -129,5 +129,11 @@ const regression = {
 };
 
 export const TASKS = { classification, regression };
+
+// The keys of the names that a reviewer may answer: a class that is a digit has its own for all images.
+export function keysOf(names, classes) {
+  const others = KEYS.filter((key) => !classes.includes(key));
+  return names.map((name) => (KEYS.includes(name) ? name : others.shift()));
+}
 
 export const taskOf = (model) => TASKS[model.task];
