@@ -5,9 +5,9 @@ every row of that model with these bytes, and the last label on an image counts.
 only to their row, or, if they name only a digest, to every row of that image.
 
 A CSV, and the data of a Label Studio task, have the columns ``request_id`` and ``image_index``, or ``image_sha256``;
-``label``, which is a class, a number, ``none_of_the_classes`` or ``cannot_tell``; and optionally ``source``.  After
-``none_of_the_classes:`` may stand what it is, as a folder inside ``none_of_the_classes`` may say.  An answer that
-cannot be used raises an error that names its place, and nothing is written; an empty one is skipped.
+``label``, which is a class, a number, ``none_of_the_classes`` or ``cannot_tell``; and optionally ``source`` and
+``model``.  After ``none_of_the_classes:`` may stand what it is, as a folder inside ``none_of_the_classes`` may say.  An
+answer that cannot be used raises an error that names its place, and nothing is written; an empty one is skipped.
 """
 
 from __future__ import annotations
@@ -161,6 +161,7 @@ class HumanAnswer:
     text: str  # a class, a number, or one of the other labels
     source: str
     time: datetime | None
+    model: str | None = None  # that saw the image; None if the answer does not say
     marks: str = "."  # how a number is written, see :func:`psc_core.text.parse_number`
 
     @property
@@ -184,8 +185,8 @@ def read_answers(path: Path) -> Iterator[HumanAnswer]:
 
 
 def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None) -> list[Label]:
-    """Return the labels for answers: one for each model that has the image's bytes and can predict the answer."""
-    given = list(answers)
+    """Return the labels for answers: of the model that an answer names, or else of each one that could have said it."""
+    given = [answer for answer in answers if model is None or answer.model in (None, model)]
     rows: dict[Any, dict[str, _Row]] = {key: {} for each in given for key in (each.row, each.image_sha256)}
     rows.pop(None, None)
     for name in store.models_in(log) if model is None else [store.logged_model(log, model)]:
@@ -201,13 +202,15 @@ def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None
 def _labels(
     log: Log, answer: HumanAnswer, rows: Mapping[Any, Mapping[str, _Row]], models: dict[str, LoggedModel]
 ) -> Iterator[Label]:
-    """Yield the label for each model that can predict the answer; raise if none can."""
+    """Yield the label for each model that saw the image and can predict the answer; raise if none can."""
     named = rows[answer.row]
-    found = {**rows.get(answer.image_sha256, {}), **named}
+    all_found = {**rows.get(answer.image_sha256, {}), **named}
+    found = {name: row for name, row in all_found.items() if answer.model in (None, name)}
     if not found:
         name = answer.image_sha256 if answer.request_id is None else f"{answer.request_id} {answer.image_index}"
+        of = "" if answer.model is None else f" and the model {answer.model}"
         raise DataError(
-            f"{answer.where}: the log has no row of the image {name!r}; remove it, or give the log of this image"
+            f"{answer.where}: the log has no row of the image {name!r}{of}; remove it, or give the log of this image"
         )
     for _, sha256 in named.values():
         if None not in (sha256, answer.image_sha256) and sha256 != answer.image_sha256:
@@ -358,7 +361,8 @@ def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any
         raise DataError(f"{where}: there is neither {REQUEST_ID} nor {SHA256}; keep the values from the review")
     named = None if source is None or source == "" else str(source)
     answer = HumanAnswer(where, request_id, number, digest, compose(str(text)), named or "file", _time(time))
-    return replace(answer, image_sha256=digest.lower() if isinstance(digest, str) else None)
+    model = str(of["model"]) if of.get("model") else None
+    return replace(answer, image_sha256=digest.lower() if isinstance(digest, str) else None, model=model)
 
 
 def _whole(value: Any) -> int | None:

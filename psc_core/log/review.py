@@ -54,14 +54,14 @@ def review(
     names = store.models_in(log) if model is None else [store.logged_model(log, model)]
     groups = chain.from_iterable(_groups(log, labels, name, sampled) for name in names)
     turns = zip_longest(*(_ordered(log, *group, sampled) for group in groups))
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()
     return list(islice(_once((each for turn in turns for each in turn if each is not None), seen), limit))
 
 
-def _once(candidates: Iterator[ReviewImage], seen: set[str]) -> Iterator[ReviewImage]:
+def _once(candidates: Iterator[ReviewImage], seen: set[tuple[str, str]]) -> Iterator[ReviewImage]:
     for each in candidates:
-        if each.row[SHA256] not in seen:
-            seen.add(each.row[SHA256])
+        if (image := (each.model, each.row[SHA256])) not in seen:
+            seen.add(image)
             yield each
 
 

@@ -60,9 +60,9 @@ def make_log(folder: Path, count: int = 6) -> Log:
     return log
 
 
-def add_values(log: Log) -> None:
-    """Add a row of a regression, request ``r90`` of the model ``v``."""
+def add_values(log: Log, model: str = "v") -> None:
+    """Add a row of a regression, request ``r90``."""
     scores = dict.fromkeys(VALUE_SCORES, 0.5)
     value = {**row(90, bundle_version="w1", probabilities=None, label=None, policy='{"alpha": 0.05}'), **scores}
-    put_rows(log, [{name: cell for name, cell in value.items() if name in row_schema(VALUE_SCORES).names}], "v")
+    put_rows(log, [{name: cell for name, cell in value.items() if name in row_schema(VALUE_SCORES).names}], model)
     log.put(model_path("w1"), LoggedModel("w1", Regression(target=Target(name="angle")), ("a", "b")).to_json())

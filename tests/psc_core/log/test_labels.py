@@ -235,6 +235,23 @@ def test_image_of_two_models_is_labelled_for_the_one_that_could_have_said_it(tmp
     }  # fmt: skip
 
 
+def test_a_number_is_that_of_the_model_which_its_line_names(tmp_path: Path) -> None:
+    log = make_log(tmp_path / "log", 0)
+    add_values(log)
+    add_values(log, "w")
+    (tmp_path / "x.csv").write_text("request_id,image_index,image_sha256,model,label\n" + "".join(
+        f"r90,0,{digest(90)},{model},{number}\n" for model, number in (("v", 40), ("w", 3))
+    ))  # fmt: skip
+    for model, expected in ((None, [("v", "40.0"), ("w", "3.0")]), ("w", [("w", "3.0")])):
+        found = labels_of(log, read_answers(tmp_path / "x.csv"), model)
+        assert [(each.model, each.label) for each in found] == expected
+    text = (tmp_path / "x.csv").read_text()
+    for wrong, place in ((",v,cat", "line 2: expected a number"), (",m,40", "line 2: .* and the model m")):
+        (tmp_path / "x.csv").write_text(text.replace(",v,40", wrong))
+        with pytest.raises(DataError, match=place):
+            labels_of(log, read_answers(tmp_path / "x.csv"))
+
+
 def test_labels_have_the_digest_of_their_row(tmp_path: Path) -> None:
     """An image that was erased stays erased, whatever a file of answers still says of it."""
     log = make_log(tmp_path / "log", 2)

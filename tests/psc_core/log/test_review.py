@@ -86,6 +86,8 @@ def test_labelled_and_repeated_images_are_skipped(tmp_path: Path) -> None:
         review(log, labels, model="none")
     again = Labels([Label("r1", 0, digest(1), "cannot_tell", None, "x", TIME, model="m")])
     assert sorted(ids(review(log, again))) == ["r0", "r2", "r90"]  # Nor the same bytes, in r8.
+    add_values(log, "w")
+    assert sorted(each.model for each in review(log, again)) == ["m", "m", "v", "w"]  # Another answer for each.
 
 
 def test_the_random_sample_alone_is_in_the_order_of_its_digests(tmp_path: Path) -> None:
