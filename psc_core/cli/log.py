@@ -143,7 +143,7 @@ def import_labels(args: argparse.Namespace) -> None:
     log = open_log(args.log)
     labels = labels_of(log, read_answers(args.labels), args.model)
     if not labels:
-        raise UsageError(f"{args.labels} has no answer; label some images and export them again")
+        raise UsageError(f"{args.labels} has no answer that is not in the log; label some images and export them again")
     write_labels(log, labels)
     print(f"{args.log}: {len(labels)} labels added")
 

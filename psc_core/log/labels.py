@@ -5,9 +5,10 @@ every row of that model with these bytes, and the last label on an image counts.
 only to their row, or, if they name only a digest, to every row of that image.
 
 A CSV, and the data of a Label Studio task, have the columns ``request_id`` and ``image_index``, or ``image_sha256``;
-``label``, which is a class, a number, ``none_of_the_classes`` or ``cannot_tell``; and optionally ``source`` and
-``model``.  After ``none_of_the_classes:`` may stand what it is, as a folder inside ``none_of_the_classes`` may say.  An
-answer that cannot be used raises an error that names its place, and nothing is written; an empty one is skipped.
+``label``, which is a class, a number, ``none_of_the_classes`` or ``cannot_tell``; and optionally ``model``, ``source``
+or ``annotator``, and ``updated_at``.  After ``none_of_the_classes:`` may stand what it is, as a folder inside
+``none_of_the_classes`` may say.  An answer that cannot be used raises an error that names its place, and nothing is
+written; an empty one is skipped.
 """
 
 from __future__ import annotations
@@ -95,7 +96,11 @@ class Labels:
 
 def read_labels(log: Log) -> Labels:
     """Return the last label on each image of a log; all labels are held in memory."""
-    return Labels(label for name, _ in label_files(log) for label in read_label_file(log, name))
+    return Labels(_all_labels(log))
+
+
+def _all_labels(log: Log) -> Iterator[Label]:
+    return (label for name, _ in label_files(log) for label in read_label_file(log, name))
 
 
 def label_files(log: Log) -> list[tuple[str, datetime]]:
@@ -125,7 +130,9 @@ def rename(log: Log, model: str, old: str, new: str) -> int:
     kind, text = (new, compose(old)) if new == NONE_OF_THE_CLASSES else (LABEL, check_name(new))
     later = timedelta(microseconds=1)  # What was said since then, of the same image in another request, still counts.
     found = [
-        replace(each, kind=kind, label=text, time=each.time + later) for each in of_old if each.model in (model, None)
+        replace(each, kind=kind, label=text, source="psc-log rename", time=each.time + later)
+        for each in of_old
+        if each.model in (model, None)
     ]
     if found:
         write_labels(log, found)
@@ -185,7 +192,10 @@ def read_answers(path: Path) -> Iterator[HumanAnswer]:
 
 
 def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None) -> list[Label]:
-    """Return the labels for answers: of the model that an answer names, or else of each one that could have said it."""
+    """Return the labels for answers: of the model that an answer names, or else of each one that could have said it.
+
+    An answer without a time says nothing new if it is the last of its source on the image: others may have come since.
+    """
     given = [answer for answer in answers if model is None or answer.model in (None, model)]
     rows: dict[Any, dict[str, _Row]] = {key: {} for each in given for key in (each.row, each.image_sha256)}
     rows.pop(None, None)
@@ -196,7 +206,17 @@ def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None
                     if key in rows:
                         rows[key][name] = version, digest
     models: dict[str, LoggedModel] = {}
-    return [label for answer in given for label in _labels(log, answer, rows, models)]
+    last = {_place(each): (each.kind, each.label) for each in sorted(_all_labels(log), key=lambda each: each.time)}
+    return [
+        label
+        for answer in given
+        for label in _labels(log, answer, rows, models)
+        if answer.time is not None or last.get(_place(label)) != (label.kind, label.label)
+    ]
+
+
+def _place(label: Label) -> tuple[Any, ...]:
+    return label.source, label.model, label.request_id, label.image_index, label.image_sha256
 
 
 def _labels(
@@ -274,7 +294,7 @@ def _csv(path: Path) -> Iterator[HumanAnswer]:
     marks = number_marks((cells[names.index("label")] for _, cells in lines), opened.delimiter)
     for number, cells in lines:
         line = dict(zip(names, cells, strict=True))
-        answer = _answer(f"{path}, line {number}", line, line["label"], line.get("source"), None)
+        answer = _answer(f"{path}, line {number}", line)
         if answer is not None:
             yield replace(answer, marks=marks)
 
@@ -291,10 +311,8 @@ def _json(path: Path) -> Iterator[HumanAnswer]:
         where = f"{path}, task {number}"
         if not isinstance(task, dict):
             raise DataError(f"{where}: expected an object, got {type(task).__name__}; export the labels as JSON")
-        if "annotations" in task:
-            answer = _of_task(where, task)
-        else:  # JSON-MIN has data and answer side by side.
-            answer = _answer(where, task, task.get("label"), task.get("annotator"), task.get("updated_at"))
+        # JSON-MIN has data and answer side by side.
+        answer = _of_task(where, task) if "annotations" in task else _answer(where, task)
         if answer is not None:
             yield answer
 
@@ -319,7 +337,8 @@ def _of_task(where: str, task: Mapping[str, Any]) -> HumanAnswer | None:
     person = last.get("completed_by")
     person = person.get("id") if isinstance(person, dict) else person
     source = "label studio" if person is None else f"label studio {person}"
-    return _answer(where, data, texts[0], source, last.get("updated_at") or last.get("created_at"))
+    time = last.get("updated_at") or last.get("created_at")
+    return _answer(where, {**data, "label": texts[0], "source": source, "updated_at": time})
 
 
 def _folders(root: Path) -> Iterator[HumanAnswer]:
@@ -344,8 +363,9 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
         warn(f"{len(unread)} files of {root} are not named as images and were not read, the first {unread[0]}")
 
 
-def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any) -> HumanAnswer | None:
+def _answer(where: str, of: Mapping[str, Any]) -> HumanAnswer | None:
     """Return the answer for the image that ``of`` names; None if there is no answer yet."""
+    text, source = of.get("label"), of.get("source") or of.get("annotator")
     if text is None or (isinstance(text, str) and not text.strip()):
         return None
     if isinstance(text, bool) or not isinstance(text, str | int | float):
@@ -359,8 +379,8 @@ def _answer(where: str, of: Mapping[str, Any], text: Any, source: Any, time: Any
             )
     elif not isinstance(digest, str):
         raise DataError(f"{where}: there is neither {REQUEST_ID} nor {SHA256}; keep the values from the review")
-    named = None if source is None or source == "" else str(source)
-    answer = HumanAnswer(where, request_id, number, digest, compose(str(text)), named or "file", _time(time))
+    named, time = "file" if source in (None, "") else str(source), _time(of.get("updated_at"))
+    answer = HumanAnswer(where, request_id, number, digest, compose(str(text)), named, time)
     model = str(of["model"]) if of.get("model") else None
     return replace(answer, image_sha256=digest.lower() if isinstance(digest, str) else None, model=model)
 

@@ -97,6 +97,28 @@ def test_a_class_is_renamed_where_no_other_label_came_later(tmp_path: Path) -> N
     assert other is not None and other.label == "cat"
 
 
+def test_an_answer_without_a_time_is_imported_once(tmp_path: Path) -> None:
+    """Again, it would win over what was said since."""
+    log, file = make_log(tmp_path / "log", 2), tmp_path / "x.csv"
+
+    def imported(text: str) -> list[str | None]:
+        file.write_text(f"request_id,image_index,label\nr0,0,{text}\nr1,0,dog\n")
+        found = labels_of(log, read_answers(file))
+        write_labels(log, found)
+        return [each.label for each in found]
+
+    assert imported("cat") == ["cat", "dog"]
+    now = datetime.now(UTC)
+    write_labels(log, [replace(OF_ROW, label="dog", source="page", time=now, model="m")])
+    assert imported("cat") == []
+    rename(log, "m", "dog", "none_of_the_classes")
+    assert imported("cat") == [] and imported("dog") == ["dog"]
+    assert imported("cat") == ["cat"]
+    file.write_text("request_id,image_index,label,annotator,updated_at\nr0,0,cat,4,2026-03-02T10:00:00Z\n")
+    (label,) = labels_of(log, read_answers(file))  # As Label Studio exports it.
+    assert (label.source, label.time) == ("4", datetime(2026, 3, 2, 10, tzinfo=UTC))
+
+
 def test_damaged_file_is_named(tmp_path: Path) -> None:
     log = make_log(tmp_path)
     log.put("labels/part-z.parquet", b"torn")
