@@ -277,6 +277,7 @@ class LogWriter:
         self._closing = self._is_given_up = False
         self._flush_at = 0.0
         self._quiet_until = 0.0
+        self.served: dict[str, LoggedModel] = {}  # by name; one that is served no more stays
         self._thread = threading.Thread(target=self._run, name="psc-log", daemon=True)
         self._pruner = None if settings.log_days is None else LogPruner(log, settings.log_days)
 
@@ -291,6 +292,7 @@ class LogWriter:
             self._metrics.psc_log_rows_total.labels(model=name, result=result)
             self._metrics.psc_log_images_total.labels(model=name, result=result)
         logged = LoggedModel(model.version, model.task, tuple(model.classes))
+        self.served[name] = logged
         return ModelLog(self, name, logged, Sampling.of(self._settings, model.task))
 
     def add(self, waiting: Waiting) -> None:

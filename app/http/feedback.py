@@ -21,7 +21,16 @@ from app.log import LogWriter
 from app.service import service_to
 from psc_core.answers import ACCEPT, CLASSIFICATION_DECISIONS, REGRESSION_DECISIONS, Document
 from psc_core.errors import DataError, fault
-from psc_core.log.labels import LABEL, MAX_NAME, NONE_OF_THE_CLASSES, Label, LabelKind, check_name, write_labels
+from psc_core.log.labels import (
+    LABEL,
+    MAX_NAME,
+    NONE_OF_THE_CLASSES,
+    Label,
+    LabelKind,
+    check_label,
+    check_name,
+    write_labels,
+)
 from psc_core.log.review import Unreviewed
 from psc_core.log.store import IMAGE_PATH, MEDIA_TYPES, SHA256, LoggedModel, find_row, open_logged_image, read_model
 
@@ -34,10 +43,12 @@ def add_label(writer: LogWriter, label: Label) -> Label:
         shown = "an image that was erased" if row[SHA256] is None else f"the image {row[SHA256]}"
         raise ImageConflict(f"the row is of {shown}, not of {label.image_sha256}; correct request_id or image_index")
     checked = replace(label, image_sha256=row[SHA256], time=datetime.now(UTC), model=row["model"])
-    model = read_model(writer.log, row["bundle_version"]) if label.kind == LABEL else None
+    models = [read_model(writer.log, row["bundle_version"])] if label.kind == LABEL else []
+    models += filter(None, [writer.served.get(row["model"])])
     try:
         text = check_name(label.label or "")
-        checked = replace(checked, label=model.check_label(text) if model else text[:MAX_NAME] or None)
+        text = check_label(text, models) if label.kind == LABEL else text[:MAX_NAME]
+        checked = replace(checked, label=text or None)
     except DataError as error:
         raise UnusableLabel(str(error)) from error
     write_labels(writer.log, [checked])

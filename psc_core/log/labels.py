@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -199,18 +201,20 @@ def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None
     given = [answer for answer in answers if model is None or answer.model in (None, model)]
     rows: dict[Any, dict[str, _Row]] = {key: {} for each in given for key in (each.row, each.image_sha256)}
     rows.pop(None, None)
+    versions = defaultdict[str, dict[str, None]](dict)  # of the bundles of each model
     for name in store.models_in(log) if model is None else [store.logged_model(log, model)]:
         for batch in store.read_rows(log, name, columns=[REQUEST_ID, IMAGE_INDEX, SHA256, "bundle_version"]):
+            versions[name][batch["bundle_version"][0].as_py()] = None
             for request_id, index, digest, version in zip(*(column.to_pylist() for column in batch), strict=True):
                 for key in ((request_id, index), digest):
                     if key in rows:
                         rows[key][name] = version, digest
-    models: dict[str, LoggedModel] = {}
+    models = _Models(log, versions)
     last = {_place(each): (each.kind, each.label) for each in sorted(_all_labels(log), key=lambda each: each.time)}
     return [
         label
         for answer in given
-        for label in _labels(log, answer, rows, models)
+        for label in _labels(answer, rows, models)
         if answer.time is not None or last.get(_place(label)) != (label.kind, label.label)
     ]
 
@@ -219,9 +223,30 @@ def _place(label: Label) -> tuple[Any, ...]:
     return label.source, label.model, label.request_id, label.image_index, label.image_sha256
 
 
-def _labels(
-    log: Log, answer: HumanAnswer, rows: Mapping[Any, Mapping[str, _Row]], models: dict[str, LoggedModel]
-) -> Iterator[Label]:
+class _Models:
+    """The bundles of a log's models, each read once."""
+
+    def __init__(self, log: Log, versions: Mapping[str, Iterable[str]]) -> None:
+        self._read = cache(partial(store.read_model, log))
+        self._versions = versions
+
+    def of(self, name: str, version: str) -> Iterator[LoggedModel]:
+        """Yield that of one version, and then those of the model's others."""
+        return map(self._read, dict.fromkeys((version, *self._versions[name])))
+
+
+def check_label(text: str, models: Iterable[LoggedModel], marks: str = ".") -> str:
+    """Return a label as the first bundle that can predict it has it: it may be of a class that was added since."""
+    errors = []
+    for model in models:
+        try:
+            return model.check_label(text, marks)
+        except DataError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _labels(answer: HumanAnswer, rows: Mapping[Any, Mapping[str, _Row]], models: _Models) -> Iterator[Label]:
     """Yield the label for each model that saw the image and can predict the answer; raise if none can."""
     named = rows[answer.row]
     all_found = {**rows.get(answer.image_sha256, {}), **named}
@@ -240,18 +265,16 @@ def _labels(
             )
     errors = []
     for name, (version, sha256) in found.items():
-        if version not in models:
-            models[version] = store.read_model(log, version)
         try:
             of_image = answer if name in named else replace(answer, request_id=None, image_index=None)
-            yield _label(of_image, sha256, models[version], name)
+            yield _label(of_image, sha256, models.of(name, version), name)
         except DataError as error:
             errors.append(error)
     if len(errors) == len(found):
         raise DataError(f"{answer.where}: {errors[0]}") from errors[0]
 
 
-def _label(answer: HumanAnswer, sha256: str | None, model: LoggedModel, name: str) -> Label:
+def _label(answer: HumanAnswer, sha256: str | None, models: Iterable[LoggedModel], name: str) -> Label:
     kind, text = LABEL, answer.text
     if text.partition(OF)[0] == NONE_OF_THE_CLASSES:
         kind, _, text = text.partition(OF)
@@ -259,7 +282,7 @@ def _label(answer: HumanAnswer, sha256: str | None, model: LoggedModel, name: st
     elif text == CANNOT_TELL:
         kind, text = text, ""
     else:
-        text = model.check_label(text, answer.marks)
+        text = check_label(text, models, answer.marks)
     now = datetime.now(UTC)  # otherwise a clock that is ahead wins over later labels
     return Label(
         answer.request_id,

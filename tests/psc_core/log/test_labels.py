@@ -274,6 +274,19 @@ def test_a_number_is_that_of_the_model_which_its_line_names(tmp_path: Path) -> N
             labels_of(log, read_answers(tmp_path / "x.csv"))
 
 
+def test_a_class_that_was_added_may_be_said_of_images_from_before(tmp_path: Path) -> None:
+    log = make_log(tmp_path / "log", 2)
+    put_rows(log, [row(2, bundle_version="v2")], day="2026-03-02")
+    put_rows(log, [row(0, bundle_version="o1")], model="other")
+    for version, classes in (("v2", ("cat", "hound", "hare")), ("o1", ("lion",))):
+        log.put(model_path(version), LoggedModel(version, Classification(), classes).to_json())
+    (tmp_path / "x.csv").write_text("request_id,image_index,label\nr0,0,hare\nr1,0,dog\n")
+    assert written(log, tmp_path / "x.csv") == [("r0", "label", "hare"), ("r1", "label", "dog")]
+    (tmp_path / "x.csv").write_text("request_id,image_index,label\nr1,0,lion\n")
+    with pytest.raises(DataError, match=r"line 2: expected one of the model's classes \(cat, dog\), got 'lion'"):
+        written(log, tmp_path / "x.csv")
+
+
 def test_labels_have_the_digest_of_their_row(tmp_path: Path) -> None:
     """An image that was erased stays erased, whatever a file of answers still says of it."""
     log = make_log(tmp_path / "log", 2)

@@ -54,6 +54,16 @@ async def test_labels_are_written(tmp_path: Path) -> None:
     assert value is not None and (value.label, value.source) == ("12.5", "a person")
 
 
+async def test_a_class_that_was_added_may_be_said_of_images_from_before(tmp_path: Path) -> None:
+    async with running(log=str(tmp_path), **KEYS) as app:
+        name = await predict(app, 0)
+        assert (await give(app, request_id=name, label="hedgehog"))[0] == 422
+        assert app.service.log is not None
+        app.service.log.log_of("m", FakeModel("v2", classes=("dark", "middle", "bright", "hedgehog")))
+        assert (await give(app, request_id=name, label="hedgehog"))[0] == 200
+        assert (await give(app, request_id=name, label="hedgehogs"))[0] == 422
+
+
 async def test_what_is_none_of_the_classes_may_be_named(tmp_path: Path) -> None:
     async with running(log=str(tmp_path), **KEYS) as app:
         name = await predict(app, 0)
