@@ -36,8 +36,7 @@ from psc_core.log.store import IMAGE_PATH, MEDIA_TYPES, SHA256, LoggedModel, fin
 
 
 # These functions work on the log and may take seconds, so they are for :meth:`.Service.search_log`.
-def add_label(writer: LogWriter, label: Label) -> Label:
-    """Write a label and return it as written."""
+def add_label(writer: LogWriter, label: Label) -> FeedbackDocument:
     row = _row(writer, label)
     if label.image_sha256 is not None and label.image_sha256 != row[SHA256]:
         shown = "an image that was erased" if row[SHA256] is None else f"the image {row[SHA256]}"
@@ -52,7 +51,8 @@ def add_label(writer: LogWriter, label: Label) -> Label:
     except DataError as error:
         raise UnusableLabel(str(error)) from error
     write_labels(writer.log, [checked])
-    return checked
+    given = {name: cell for name, cell in vars(checked).items() if name in FeedbackDocument.model_fields}
+    return FeedbackDocument(**given, is_stored=row[IMAGE_PATH] is not None)
 
 
 def to_review(writer: LogWriter, query: _ReviewQuery) -> tuple[list[Unreviewed], dict[str, LoggedModel], date | None]:
@@ -143,6 +143,7 @@ class FeedbackDocument(Document):
     image_sha256: str | None
     kind: str
     label: str | None
+    is_stored: bool = Field(description="Whether the log has the image of this row: what reads labels needs it.")
 
 
 _BODY: Final = {"required": True, "content": {"application/json": {"schema": Feedback.model_json_schema()}}}
@@ -165,7 +166,7 @@ async def feedback(request: Request) -> FeedbackDocument:
         raise MalformedRequest(fault(error.errors(include_input=False, include_url=False)[0], "member")) from error
     label = await service.search_log(lambda log: add_label(log, given.to_label()))
     service.metrics.psc_feedback_total.labels(kind=label.kind).inc()
-    return FeedbackDocument(**{name: getattr(label, name) for name in FeedbackDocument.model_fields})
+    return label
 
 
 MAX_IMAGES: Final = 50

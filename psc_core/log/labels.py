@@ -27,7 +27,7 @@ from psc_core.errors import DataError, ImageError, warn
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below, is_hidden, read_file
 from psc_core.log import store
-from psc_core.log.store import IMAGE_INDEX, INPUT, LABELS, OTHER, REQUEST_ID, SHA256, Log, LoggedModel
+from psc_core.log.store import IMAGE_INDEX, IMAGE_PATH, INPUT, LABELS, OTHER, REQUEST_ID, SHA256, Log, LoggedModel
 from psc_core.text import check_columns, compose, number_marks, open_csv
 
 LabelKind = Literal["label", "none_of_the_classes", "cannot_tell"]
@@ -197,26 +197,40 @@ def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None
     """Return the labels for answers: of the model that an answer names, or else of each one that could have said it.
 
     An answer without a time says nothing new if it is the last of its source on the image: others may have come since.
+    It warns of answers on images without a row, which may be pruned, and of labels on images that are not stored.
     """
     given = [answer for answer in answers if model is None or answer.model in (None, model)]
     rows: dict[Any, dict[str, _Row]] = {key: {} for each in given for key in (each.row, each.image_sha256)}
     rows.pop(None, None)
     versions = defaultdict[str, dict[str, None]](dict)  # of the bundles of each model
+    stored = set[tuple[str | None, Any]]()  # models and keys of the rows with an image
+    columns = [REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "bundle_version"]
     for name in store.models_in(log) if model is None else [store.logged_model(log, model)]:
-        for batch in store.read_rows(log, name, columns=[REQUEST_ID, IMAGE_INDEX, SHA256, "bundle_version"]):
+        for batch in store.read_rows(log, name, columns=columns):
             versions[name][batch["bundle_version"][0].as_py()] = None
-            for request_id, index, digest, version in zip(*(column.to_pylist() for column in batch), strict=True):
+            for request_id, index, digest, path, version in zip(*(each.to_pylist() for each in batch), strict=True):
                 for key in ((request_id, index), digest):
                     if key in rows:
                         rows[key][name] = version, digest
+                        stored |= {(name, key)} if path else set()
     models = _Models(log, versions)
     last = {_place(each): (each.kind, each.label) for each in sorted(_all_labels(log), key=lambda each: each.time)}
-    return [
-        label
-        for answer in given
-        for label in _labels(answer, rows, models)
-        if answer.time is not None or last.get(_place(label)) != (label.kind, label.label)
-    ]
+    labels, missing, unused = list[Label](), list[HumanAnswer](), 0
+    for answer in given:
+        if not (found := _rows_of(answer, rows)):
+            missing.append(answer)
+        for label in _labels(answer, rows[answer.row], found, models):
+            if answer.time is not None or last.get(_place(label)) != (label.kind, label.label):
+                labels.append(label)
+                unused += stored.isdisjoint((label.model, key) for key in (answer.row, answer.image_sha256))
+    if missing:
+        text = f"{len(missing)} of {len(given)} answers are on images without a row in the log: {missing[0].where}"
+        if len(missing) == len(given):
+            raise DataError(f"{text}; give the log of these images, and the model that they name")
+        warn(f"{text} is the first; they are left out")
+    if unused:
+        warn(f"{unused} of {len(labels)} labels are on images that are not stored: nothing uses them (--log-images)")
+    return labels
 
 
 def _place(label: Label) -> tuple[Any, ...]:
@@ -246,17 +260,15 @@ def check_label(text: str, models: Iterable[LoggedModel], marks: str = ".") -> s
     raise errors[0]
 
 
-def _labels(answer: HumanAnswer, rows: Mapping[Any, Mapping[str, _Row]], models: _Models) -> Iterator[Label]:
-    """Yield the label for each model that saw the image and can predict the answer; raise if none can."""
-    named = rows[answer.row]
-    all_found = {**rows.get(answer.image_sha256, {}), **named}
-    found = {name: row for name, row in all_found.items() if answer.model in (None, name)}
-    if not found:
-        name = answer.image_sha256 if answer.request_id is None else f"{answer.request_id} {answer.image_index}"
-        of = "" if answer.model is None else f" and the model {answer.model}"
-        raise DataError(
-            f"{answer.where}: the log has no row of the image {name!r}{of}; remove it, or give the log of this image"
-        )
+def _rows_of(answer: HumanAnswer, rows: Mapping[Any, Mapping[str, _Row]]) -> dict[str, _Row]:
+    found = {**rows.get(answer.image_sha256, {}), **rows[answer.row]}
+    return {name: row for name, row in found.items() if answer.model in (None, name)}
+
+
+def _labels(
+    answer: HumanAnswer, named: Mapping[str, _Row], found: Mapping[str, _Row], models: _Models
+) -> Iterator[Label]:
+    """Yield the label for each model that saw the image and can predict the answer; raise if all refuse it."""
     for _, sha256 in named.values():
         if None not in (sha256, answer.image_sha256) and sha256 != answer.image_sha256:
             raise DataError(
@@ -270,7 +282,7 @@ def _labels(answer: HumanAnswer, rows: Mapping[Any, Mapping[str, _Row]], models:
             yield _label(of_image, sha256, models.of(name, version), name)
         except DataError as error:
             errors.append(error)
-    if len(errors) == len(found):
+    if errors and len(errors) == len(found):
         raise DataError(f"{answer.where}: {errors[0]}") from errors[0]
 
 

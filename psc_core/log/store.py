@@ -294,7 +294,7 @@ def read_rows(
 def find_row(
     log: Log, request_id: str, image_index: int, ends: float = math.inf, searched: dict[str, str] | None = None
 ) -> dict[str, Any] | None:
-    """Return the digest, ``bundle_version`` and ``model`` of an image's row, or None; search the newest days first.
+    """Return digest, path, ``bundle_version`` and ``model`` of an image's row, or None; search the newest days first.
 
     No file is opened after the monotonic time ``ends``, nor one of ``searched``, which gets the others with their days.
     """
@@ -313,7 +313,7 @@ def find_row(
                 ids = pa.parquet.ParquetFile(file).read(columns=[REQUEST_ID], use_threads=False)[REQUEST_ID]
                 if pa.compute.index(ids, request_id).as_py() < 0:
                     continue
-            for batch in rows_of_file(log, name, wanted, [SHA256, "bundle_version"]):
+            for batch in rows_of_file(log, name, wanted, [SHA256, IMAGE_PATH, "bundle_version"]):
                 return {**batch.slice(0, 1).to_pylist()[0], "model": model}
     return None
 

@@ -268,10 +268,21 @@ def test_a_number_is_that_of_the_model_which_its_line_names(tmp_path: Path) -> N
         found = labels_of(log, read_answers(tmp_path / "x.csv"), model)
         assert [(each.model, each.label) for each in found] == expected
     text = (tmp_path / "x.csv").read_text()
-    for wrong, place in ((",v,cat", "line 2: expected a number"), (",m,40", "line 2: .* and the model m")):
-        (tmp_path / "x.csv").write_text(text.replace(",v,40", wrong))
-        with pytest.raises(DataError, match=place):
-            labels_of(log, read_answers(tmp_path / "x.csv"))
+    (tmp_path / "x.csv").write_text(text.replace(",v,40", ",v,cat"))
+    with pytest.raises(DataError, match="line 2: expected a number"):
+        labels_of(log, read_answers(tmp_path / "x.csv"))
+    (tmp_path / "x.csv").write_text(text.replace(",v,40", ",m,40"))
+    with pytest.warns(UserWarning, match="1 of 2 answers are on images without a row in the log: .*line 2 is"):
+        assert [each.model for each in labels_of(log, read_answers(tmp_path / "x.csv"))] == ["w"]
+
+
+def test_labels_on_images_that_are_not_stored_are_told(tmp_path: Path) -> None:
+    log = make_log(tmp_path / "log", 2)
+    put_rows(log, [row(2, image_path=None), row(3, image_path=None, image_sha256=digest(1))])
+    lines = "".join(f"r{at},0,{sha256},cat\n" for at, sha256 in ((0, ""), (2, digest(2)), (3, digest(1))))
+    (tmp_path / "x.csv").write_text(f"request_id,image_index,image_sha256,label\n{lines}")
+    with pytest.warns(UserWarning, match="1 of 3 labels are on images that are not stored"):  # The last one is, of r1.
+        assert len(labels_of(log, read_answers(tmp_path / "x.csv"))) == 3
 
 
 def test_a_class_that_was_added_may_be_said_of_images_from_before(tmp_path: Path) -> None:
@@ -293,7 +304,8 @@ def test_labels_have_the_digest_of_their_row(tmp_path: Path) -> None:
     erase(log, digest(1))
     file = tmp_path / "x.csv"
     file.write_text(f"request_id,image_index,image_sha256,label\nr0,0,,cat\nr1,0,{digest(1)},cat\n")
-    labels = labels_of(log, read_answers(file))
+    with pytest.warns(UserWarning, match="1 of 2 labels are on images that are not stored"):
+        labels = labels_of(log, read_answers(file))
     assert [(each.model, each.image_sha256) for each in labels] == [("m", digest(0)), ("m", None)]
     file.write_text(f"request_id,image_index,image_sha256,label\nr0,0,{digest(1)},cat\n")
     with pytest.raises(DataError, match=f"line 2: the row is of the image {digest(0)}, not of {digest(1)}"):
@@ -357,6 +369,7 @@ def broken(whole: Any) -> st.SearchStrategy[Any]:
     return st.one_of(parts, parts, parts, ANYTHING)
 
 
+@pytest.mark.filterwarnings("ignore:.*without a row in the log")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.one_of(broken([task(0, {"choices": ["cat"]})]), st.lists(st.dictionaries(NAMES, ANYTHING))))
 def test_any_json_is_read_or_refused(log: Log, tmp_path: Path, document: Any) -> None:
@@ -365,6 +378,7 @@ def test_any_json_is_read_or_refused(log: Log, tmp_path: Path, document: Any) ->
     read_or_refused(log, file)
 
 
+@pytest.mark.filterwarnings("ignore:.*without a row in the log")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     st.sampled_from([b"", b"request_id,image_index,label,source\n", b"image_sha256,label\n", b"\xef\xbb\xbf"]),

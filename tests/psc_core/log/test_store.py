@@ -166,7 +166,10 @@ def test_rows_of_a_model(tmp_path: Path) -> None:
 
 def test_find_row(tmp_path: Path) -> None:
     log = make_log(tmp_path)
-    assert find_row(log, "r2", 0) == {"image_sha256": digest(2), "bundle_version": "v1", "model": "m"}
+    path = image_path(digest(2), "png")
+    assert find_row(log, "r2", 0) == {
+        "image_sha256": digest(2), "image_path": path, "bundle_version": "v1", "model": "m"
+    }  # fmt: skip
     assert find_row(log, "r2", 1) is None and find_row(log, "r", 0) is None
     put_rows(log, [row(8)], day="2026-03-02")
     searched: dict[str, str] = {}

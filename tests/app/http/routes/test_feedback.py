@@ -43,7 +43,10 @@ async def test_labels_are_written(tmp_path: Path) -> None:
         dark, number = await predict(app, 0), await predict(app, 0, "/models/v/predict")
         digest = hashlib.sha256(png(0)).hexdigest()
         expected = {"request_id": dark[3:52], "image_index": 0, "image_sha256": digest, "kind": "label"}
+        expected["is_stored"] = False
         assert await give(app, request_id=dark, label="bright") == (200, {**expected, "label": "bright"})
+        unclear = await predict(app, BETWEEN)
+        assert (await give(app, request_id=unclear, label="bright"))[1]["is_stored"]
         assert (await give(app, request_id=dark[3:52], image_sha256=digest, kind="cannot_tell"))[0] == 200
         assert (await give(app, request_id=number, label=12.5, source="a person"))[1]["label"] == "12.5"
     labels = read_labels(open_log(tmp_path))
