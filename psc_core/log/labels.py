@@ -216,10 +216,16 @@ def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None
     models = _Models(log, versions)
     last = {_place(each): (each.kind, each.label) for each in sorted(_all_labels(log), key=lambda each: each.time)}
     labels, missing, unused = list[Label](), list[HumanAnswer](), 0
+    said: dict[Any, tuple[str, Label]] = {}  # where, and what, of the answers without a time
     for answer in given:
         if not (found := _rows_of(answer, rows)):
             missing.append(answer)
         for label in _labels(answer, rows[answer.row], found, models):
+            if answer.time is None:
+                image = label.model, label.image_sha256 or answer.row
+                where, before = said.setdefault(image, (answer.where, label))
+                if (before.kind, before.label) != (label.kind, label.label):
+                    raise DataError(f"{answer.where}: {where} says something else of this image; remove one of them")
             if answer.time is not None or last.get(_place(label)) != (label.kind, label.label):
                 labels.append(label)
                 unused += stored.isdisjoint((label.model, key) for key in (answer.row, answer.image_sha256))

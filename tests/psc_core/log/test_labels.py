@@ -181,9 +181,21 @@ def test_short_export_and_csv(log: Log, tmp_path: Path) -> None:
         assert written(log, tmp_path / name) == [("r0", "label", "dog"), (None, "none_of_the_classes", None)]
 
 
+def test_two_answers_on_an_image_are_told(log: Log, tmp_path: Path) -> None:
+    for folder, name in (("cat", "a.png"), ("cat", "b.png"), ("dog", "a.png")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).write_bytes(content(0))
+    with pytest.raises(DataError, match=r"dog/a\.png: .*cat/a\.png says something else of this image"):
+        labels_of(log, read_answers(tmp_path))
+    (tmp_path / "x.csv").write_text(f"request_id,image_index,image_sha256,label\nr0,0,,cat\n,,{digest(0)},dog\n")
+    with pytest.raises(DataError, match=r"line 3: .*line 2 says something else"):
+        written(log, tmp_path / "x.csv")
+
+
 @pytest.mark.parametrize("first", ["", "sep=;\n"])
 def test_numbers_between_semicolons_may_have_decimal_commas(log: Log, tmp_path: Path, first: str) -> None:
-    (tmp_path / "x.csv").write_text(f"{first}request_id;image_index;label\nr90;0;12,5\nr90;0;7.5\n")
+    lines = "r90;0;12,5;2026-03-01\nr90;0;7.5;2026-03-02\n"
+    (tmp_path / "x.csv").write_text(f"{first}request_id;image_index;label;updated_at\n{lines}")
     assert [label for *_, label in written(log, tmp_path / "x.csv")] == ["12.5", "7.5"]
     (tmp_path / "x.csv").write_text('request_id,image_index,label\nr90,0,"12,5"\n')
     with pytest.raises(DataError, match="line 2: expected a number for angle, got '12,5'"):
