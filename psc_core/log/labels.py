@@ -158,6 +158,8 @@ def join_labels(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any
 
 MAX_TASKS_BYTES: Final = 1 << 30  # maximum size of a file of answers, in bytes
 _MAX_SOURCE: Final = 200
+_FOLDER: Final = "folder"  # the source of its answers
+_UNLABELLED: Final = ("no_label", "_unlabeled")  # where CVAT and FiftyOne put images without a label
 MAX_NAME: Final = 200  # length of a name that people give to what is none of the classes
 
 
@@ -215,12 +217,18 @@ def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None
                         stored |= {(name, key)} if path else set()
     models = _Models(log, versions)
     last = {_place(each): (each.kind, each.label) for each in sorted(_all_labels(log), key=lambda each: each.time)}
-    labels, missing, unused = list[Label](), list[HumanAnswer](), 0
+    labels, missing, unused, unlabelled = list[Label](), list[HumanAnswer](), 0, 0
     said: dict[Any, tuple[str, Label]] = {}  # where, and what, of the answers without a time
     for answer in given:
         if not (found := _rows_of(answer, rows)):
             missing.append(answer)
-        for label in _labels(answer, rows[answer.row], found, models):
+        try:
+            of_answer = [*_labels(answer, rows[answer.row], found, models)]
+        except DataError:
+            if answer.source != _FOLDER or answer.text not in _UNLABELLED:
+                raise
+            of_answer, unlabelled = [], unlabelled + 1
+        for label in of_answer:
             if answer.time is None:
                 image = label.model, label.image_sha256 or answer.row
                 where, before = said.setdefault(image, (answer.where, label))
@@ -234,6 +242,8 @@ def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None
         if len(missing) == len(given):
             raise DataError(f"{text}; give the log of these images, and the model that they name")
         warn(f"{text} is the first; they are left out")
+    if unlabelled:
+        warn(f"{unlabelled} images in folders named {' or '.join(_UNLABELLED)} have no label yet, and are left out")
     if unused:
         warn(f"{unused} of {len(labels)} labels are on images that are not stored: nothing uses them (--log-images)")
     return labels
@@ -397,9 +407,10 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
                 except ImageError as error:
                     raise DataError(f"{file}: {error}") from error
                 text, inside = folder.name, Path(file).relative_to(folder).parts[:-1]
+                inside = inside[:-2] if inside[-2:] == (store.IMAGES, digest[:2]) else inside  # the log's own
                 if text == NONE_OF_THE_CLASSES and inside:
                     text = f"{text}{OF}{inside[0]}"
-                yield HumanAnswer(file, None, None, digest, compose(text), "folder", None)
+                yield HumanAnswer(file, None, None, digest, compose(text), _FOLDER, None)
     if unread:
         warn(f"{len(unread)} files of {root} are not named as images and were not read, the first {unread[0]}")
 

@@ -221,6 +221,21 @@ def test_folders_of_images(log: Log, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_folders_that_tools_add_are_no_answers(log: Log, tmp_path: Path) -> None:
+    none = "none_of_the_classes"
+    for index, folder in enumerate(("no_label", "_unlabeled", "cat", none, f"{none}/hare")):
+        path = tmp_path / folder / "images" / digest(index)[:2] / f"{digest(index)}.png"  # as CVAT keeps a path
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content(index))
+    with pytest.warns(UserWarning, match="2 images in folders named no_label or _unlabeled have no label yet"):
+        assert [label[1:] for label in written(log, tmp_path)] == [
+            ("label", "cat"), (none, "hare"), (none, None)
+        ]  # fmt: skip
+    (tmp_path / "x.csv").write_text(f"image_sha256,label\n{digest(0)},no_label\n")
+    with pytest.raises(DataError, match="line 2: expected one of the model's classes"):
+        written(log, tmp_path / "x.csv")
+
+
 def test_what_is_none_of_the_classes_may_have_a_name(log: Log, tmp_path: Path) -> None:
     lines = "".join(f"{digest(at)},{text}\n" for at, text in enumerate((
         "none_of_the_classes: hedgehog ", "none_of_the_classes:", "none_of_the_classes"
