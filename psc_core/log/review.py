@@ -15,8 +15,8 @@ import io
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date, datetime
 from itertools import chain, groupby, islice, zip_longest
 from typing import Any, Final
@@ -51,9 +51,15 @@ class ReviewImage:
 def review(
     log: Log, labels: Labels, *, model: str | None = None, sampled: bool = False, limit: int = 200
 ) -> list[ReviewImage]:
-    names = store.models_in(log) if model is None else [store.logged_model(log, model)]
-    groups = chain.from_iterable(_groups(log, labels, name, sampled) for name in names)
-    turns = zip_longest(*(_ordered(log, *group, sampled) for group in groups))
+    lists: list[Iterable[ReviewImage]] = []
+    for name in store.models_in(log) if model is None else [store.logged_model(log, model)]:
+        groups = _groups(log, labels, name, sampled)
+        if sampled:  # of all bundles together, as their images calibrate together
+            images = sorted(chain.from_iterable(images for images, *_ in groups), key=_newest_day)
+            lists.append(replace(each, reason=SAMPLE) for each in images)
+        else:
+            lists += (_ordered(log, *group) for group in groups)
+    turns = zip_longest(*lists)
     seen: set[tuple[str, str]] = set()
     return list(islice(_once((each for turn in turns for each in turn if each is not None), seen), limit))
 
@@ -93,16 +99,14 @@ def _groups(
     return [(rows[key], list(key[1:]), np.concatenate(values[key])) for key in rows]
 
 
-def _ordered(
-    log: Log, candidates: list[ReviewImage], scores: list[str], values: FloatMatrix, sampled: bool
-) -> Iterator[ReviewImage]:
+def _newest_day(image: ReviewImage) -> tuple[int, str]:
+    return -image.row["time"].toordinal(), image.row[SHA256]
+
+
+def _ordered(log: Log, candidates: list[ReviewImage], scores: list[str], values: FloatMatrix) -> Iterator[ReviewImage]:
     """Yield each candidate of a group once, with the list from which it was chosen."""
     slice_ = [at for at, each in enumerate(candidates) if each.is_sampled]
-    slice_.sort(key=lambda at: str(candidates[at].row[SHA256]))
-    slice_.sort(key=lambda at: candidates[at].row["time"].date(), reverse=True)
-    if sampled:
-        yield from (ReviewImage(candidates[at].model, candidates[at].row, SAMPLE) for at in slice_)
-        return
+    slice_.sort(key=lambda at: _newest_day(candidates[at]))
     limits = store.read_model(log, candidates[0].row["bundle_version"]).task.limits
     lists = {
         SAMPLE: iter(slice_),

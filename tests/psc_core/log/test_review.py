@@ -101,6 +101,15 @@ def test_the_random_sample_alone_is_in_the_order_of_its_digests(tmp_path: Path) 
     assert ids([each for each in review(log, Labels()) if each.reason == SAMPLE])[0] == f"r{expected[0]}"
 
 
+def test_the_random_sample_of_all_versions_is_in_one_order(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 0)
+    for version, numbers in (("v0", range(8)), ("v1", range(8, 20))):
+        days = {n: TIME + timedelta(days=n // 5) for n in numbers}
+        put_rows(log, [row(n, sampled=True, bundle_version=version, time=time) for n, time in days.items()])
+    expected = sorted(range(20), key=lambda n: (-(n // 5), digest(n)))
+    assert ids(review(log, Labels(), sampled=True)) == [f"r{n}" for n in expected]
+
+
 def test_tasks_of_label_studio(tmp_path: Path) -> None:
     log = make_log(tmp_path, 4)
     add_values(log)
