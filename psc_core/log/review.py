@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from psc_core.answers import ACCEPT
 from psc_core.log import store
-from psc_core.log.labels import CANNOT_TELL, LABEL, Labels, label_files, label_keys, read_label_file, row_keys
+from psc_core.log.labels import CANNOT_TELL, Labels, label_files, label_keys, read_label_file, row_keys
 from psc_core.log.store import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, Log
 
 MAX_CANDIDATES: Final = 100_000  # maximum number of a model's images that are considered, the newest ones
@@ -255,7 +255,7 @@ class ReviewQueue:
                 break
             _, kind, label = self._label(each) or (None, CANNOT_TELL, None)
             if kind != CANNOT_TELL and each.row["bundle_version"] == version and each.row["label"] is not None:
-                found.setdefault(each.row[SHA256], kind == LABEL and label == each.row["label"])
+                found.setdefault(each.row[SHA256], label == each.row["label"])
         return len(found), sum(found.values())
 
     def _stored(

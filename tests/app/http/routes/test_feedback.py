@@ -258,8 +258,10 @@ async def test_the_sample_of_accepted_images_is_listed_if_asked_for_and_counted_
         await give(app, request_id=image["request_id"], label="bright")  # It was not accepted.
         assert await counts("m") == (2, 1)
         await give(app, request_id=dark[1], label="dark")  # The last label counts.
-        await give(app, request_id=dark[2], kind="none_of_the_classes", label="dark")
+        await give(app, request_id=dark[2], kind="none_of_the_classes", label="hedgehog")
         assert await counts("m") == (3, 2)
+        await give(app, request_id=dark[2], kind="none_of_the_classes", label="dark")  # A class that was added since.
+        assert await counts("m") == (3, 3)
         await give(app, request_id=number, label=30)
         assert await counts("v") == (0, 0)  # Of a number, nothing is simply right.
 
