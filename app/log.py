@@ -406,9 +406,13 @@ class LogWriter:
             self._count_rows(rows.source, result, len(rows))
 
     def _put_model(self, source: ModelLog) -> bool:
-        if source not in self._known and self._put(model_path(source.model.version), source.model.to_json()):
+        name = model_path(source.model.version)
+        with suppress(OSError):  # Where it cannot be read it may still be written.
+            if source in self._known and self.log.written(name):  # The log may have been moved since.
+                return True
+        if is_put := self._put(name, source.model.to_json()):
             self._known.add(source)
-        return source in self._known
+        return is_put
 
     def _put(self, name: str, data: Any, *, synced: bool = True) -> bool:
         if self._is_given_up:

@@ -30,7 +30,7 @@ from app.settings import load_settings
 from psc_core.answers import CLASSIFICATION_SCORES, Target
 from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
 from psc_core.errors import UsageError
-from psc_core.log.store import Log, LoggedModel, days_of, file_of, image_path, open_log, read_rows
+from psc_core.log.store import Log, LoggedModel, days_of, file_of, image_path, open_log, read_model, read_rows
 from psc_core.tasks.classification import Classification
 from psc_core.tasks.regression import Regression
 from tests.app.fakes import FakeModel, FakePipelineWithChecks, FakeValueModel, pixels, png
@@ -265,6 +265,16 @@ async def test_reloaded_model_logs_its_own_version(tmp_path: Path) -> None:
     assert sorted(row["bundle_version"] for row in rows_in(tmp_path)) == ["v1", "v2"]
     assert sorted(file.name for file in (tmp_path / "models").iterdir()) == ["v1.json", "v2.json"]
     assert all(len(set(batch["bundle_version"].to_pylist())) == 1 for batch in read_rows(open_log(tmp_path), "m"))
+
+
+async def test_a_log_that_is_moved_away_begins_anew(tmp_path: Path) -> None:
+    async with running(log=str(tmp_path / "log")) as app:
+        assert app.service.log is not None
+        for name in ("old", "older"):
+            await send(app, 0)
+            assert await asyncio.to_thread(app.service.log.flush, 10.0)
+            (tmp_path / "log").rename(tmp_path / name)
+            assert read_model(open_log(tmp_path / name), "v1").classes == FakeModel().classes
 
 
 async def test_log_that_cannot_be_written_to_is_refused_at_the_start(tmp_path: Path) -> None:
