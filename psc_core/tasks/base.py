@@ -460,7 +460,8 @@ class Task(BaseModel, ABC):
         if odd := sorted({*labels} - {*position}):
             raise DataError(
                 f"labels of {data.name} are no classes of the model: {join_names(odd, 10)}; say what each is now by "
-                "psc-log rename LOG OLD NEW, or calibrate a bundle that has these classes"
+                "psc-log rename LOG OLD NEW (none_of_the_classes for one that the model does not have, which keeps "
+                "its name), or calibrate a bundle that has these classes"
             )
         return replace(data, labels=torch.tensor([position[label] for label in labels]))
 

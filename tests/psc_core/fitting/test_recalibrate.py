@@ -404,7 +404,9 @@ def test_names_and_classes_that_are_not_there(model: FittedModel, tmp_path: Path
     write_log(tmp_path, [Logged(picture(0), "label", "cat")])
     write_log(tmp_path, [Logged(picture(1))], model="other")
     log = open_log(tmp_path)
-    with pytest.raises(DataError, match=r"no classes of the model: cat; .*psc-log rename"):
+    with pytest.raises(
+        DataError, match=r"no classes of the model: cat; .*psc-log rename LOG OLD NEW .none_of_the_classes"
+    ):
         read_sample(log, model, "digits")
     with pytest.raises(UsageError, match="rows of several models; it has digits, other, name one by --model"):
         read_sample(log, model)
