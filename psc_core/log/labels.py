@@ -332,6 +332,11 @@ def _csv(path: Path) -> Iterator[HumanAnswer]:
     _check_size(path)
     with open_csv(path) as opened:
         names = [*map(compose, next(opened.lines, (0, []))[1])]
+        if names and names[-1].endswith(";"):
+            raise DataError(
+                f"{path}: a spreadsheet read its lines as single cells and added a column behind a semicolon; open the "
+                "file from psc-log review with the comma as separator, and fill in the column label"
+            )
         if "label" not in names or not ({REQUEST_ID, IMAGE_INDEX} <= set(names) or SHA256 in names):
             raise DataError(
                 f"{path}: expected the columns label and {REQUEST_ID}, {IMAGE_INDEX} or {SHA256}, got "

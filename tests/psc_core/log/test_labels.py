@@ -356,6 +356,7 @@ def test_clock_that_is_ahead_does_not_win_for_ever(log: Log, tmp_path: Path) -> 
         ("x.csv", "image_sha256,label\nabc,cat\n", r"x\."),
         ("x.csv", "image_sha256,label\n,cat\n", "line 2"),
         ("x.csv", "image,label\nx,cat\n", r"x\."),
+        ("x.csv", "request_id,image_index,label;\nr0,0,;cat\n", "with the comma as separator"),
         ("x.csv", "", r"x\."),
         ("x.csv", 'image_sha256,label\n"ab', "line 2"),
         ("x.json", "", r"x\."),
