@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     command = add("import", import_labels, "add the labels that people gave")
     text = "Label Studio's JSON or JSON-MIN, a CSV, or a folder with a folder of images for each class"
     command.add_argument("labels", type=Path, help=text)
-    text = "model whose images to label (default: each one that has the image and the class)"
+    text = "model whose images to label (default: the one an answer names, or each that has the image and the class)"
     command.add_argument("--model", metavar="NAME", help=text)
     command = add("rename", rename_class, "label images of a class again, which has another name now or was dropped")
     command.add_argument("old", metavar="OLD", help="class that the labels name")

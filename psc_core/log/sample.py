@@ -121,7 +121,7 @@ def read_sample(
         raise UsageError(
             f"of the {len(logged)} sampled images of {name} in {log.where}, each day's in the order of their digests, "
             f"{len(reviewed)} are reviewed and none of them has a label; label those of psc-log review --sample: "
-            "others were chosen for what they look like, and no rate comes from them"
+            "others were chosen for what they look like, and no rate comes from them; of a short day label all"
         )
     by_kind = {kind: [image for image in reviewed if image.kind == kind] for kind in (NONE_OF_THE_CLASSES, CANNOT_TELL)}
     of_class = sorted((image for image in reviewed if image.kind == LABEL), key=lambda image: image.sha256)
