@@ -968,6 +968,39 @@ def test_photographs_are_shown_small_and_sent_as_they_are(driver: Driver, tmp_pa
         assert errors(driver) == []
 
 
+HELD_PICTURES = """
+const make = window.createImageBitmap;
+window.made = [];
+const released = new Promise((go) => (window.release = go));
+window.createImageBitmap = async (file, ...options) => {
+  window.made.push(file.name);
+  await released;
+  return make(file, ...options);
+};
+"""
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_what_is_looked_at_is_shown_first(driver: Driver, tmp_path: Path, url: str, clears: bool) -> None:
+    first, second = (tmp_path / name for name in ("first.png", "second.png"))
+    later = [tmp_path / f"{number}.png" for number in range(4)]
+    for file in (first, second, *later):
+        Image.new("L", (600, 600)).save(file)
+    with before_the_page(driver, HELD_PICTURES):
+        driver.get(url)
+        classify(driver, first, second)
+        choose(driver, *later[:3])
+        if clears:
+            find(driver, "#clear")[0].click()
+        choose(driver, later[3])
+        until(lambda: text(driver, "#panel-name") == "3.png")
+        driver.execute_script("window.release()")
+        names = ["first.png", "second.png", "3.png", *([] if clears else ["0.png", "1.png", "2.png"])]
+        until(lambda: len(driver.execute_script("return window.made")) == len(names))
+        until(lambda: all(each.get_property("naturalWidth") for each in find(driver, ".tile .thumb img")))
+        assert driver.execute_script("return window.made") == names
+
+
 AXE = os.environ.get("PSC_AXE", "")  # an axe.min.js: npm install axe-core
 
 

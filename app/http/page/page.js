@@ -8,7 +8,7 @@ import { arrange, newTile, reach, showFilters, showFolder, showState, showTile, 
 import { showLive } from "./live.js";
 import { showReview } from "./review.js";
 import { openPanel, reveal, showPanel } from "./panel.js";
-import { dropped, titleOf } from "./pictures.js";
+import { dropped, forget, hurry, titleOf } from "./pictures.js";
 import { drawChart } from "./plots.js";
 import { chosen, showPolicy } from "./policy.js";
 import { save, toCsv, toJson } from "./save.js";
@@ -269,6 +269,7 @@ function open(image, takesFocus = true) {
   if (image.tile.hidden || image.state === "waiting") filter = "all";
   opened = image;
   isFirst &&= !takesFocus;
+  hurry(image.file);
   openPanel(takesFocus);
   redraw();
   if (takesFocus) image.tile.scrollIntoView({ block: "nearest" });
@@ -304,6 +305,7 @@ function move(key, fromPanel) {
 
 function clear() {
   for (const { tile } of images) URL.revokeObjectURL(tile.querySelector("img").src);
+  forget();
   images = [];
   isFirst = false;
   filter = "all";

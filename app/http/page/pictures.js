@@ -14,6 +14,15 @@ export function pictureOf(file) {
   });
 }
 
+// Make the picture of a file before those that wait.
+export function hurry(file) {
+  const at = waiting.findIndex((each) => each.file === file);
+  if (at > 0) waiting.unshift(...waiting.splice(at, 1));
+}
+
+// Make none of those that wait.
+export const forget = () => waiting.splice(0);
+
 function work() {
   if (running === AT_ONCE || waiting.length === 0) return;
   running += 1;
