@@ -18,7 +18,7 @@ from digits import digit_folders, train
 from timm.data import create_transform, resolve_data_config
 from torchvision.datasets import ImageFolder
 
-from psc_core import PSC, Preprocess
+from psc_core import PSC
 
 images = Path(sys.argv[1]) if len(sys.argv) > 1 else digit_folders()
 classes = sorted(path.name for path in (images / "train").iterdir())
@@ -30,10 +30,9 @@ config = resolve_data_config({"input_size": (3, 32, 32), "crop_pct": 1.0}, model
 transform = create_transform(**config)
 train(net, ImageFolder(images / "train", transform))
 
-# The same preprocessing for files, so that the model takes them and can be saved.
-preprocess = Preprocess("RGB", 32, 32, 32, config["mean"], config["std"], config["interpolation"])
+# The configuration says the same for files, so that the model takes them and can be saved.
 train_images, val_images = (ImageFolder(images / split, transform) for split in ("train", "val"))
-psc = PSC.fit(net, train_images, val_images, classes=classes, preprocess=preprocess)
+psc = PSC.fit(net, train_images, val_images, classes=classes, preprocess=config)
 
 print("reads", psc.layer)
 for folder in ("test", "other"):

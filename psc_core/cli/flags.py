@@ -132,7 +132,8 @@ def preprocess_from(args: argparse.Namespace, described: NetworkSpec | None = No
     if args.size or args.crop:
         side = args.size or args.crop
         changes = {"height": side, "width": side, "resize": args.resize}
-        changes |= {"crop_rounding": "even"} if args.crop and args.preset else {}
+        of_transformers = described is not None and start is described.preprocess and described.is_factory
+        changes |= {"crop_rounding": "even"} if start.resize is None and not of_transformers else {}
     for name in ("mean", "std"):
         if getattr(args, name):
             changes[name] = tuple(getattr(args, name))

@@ -293,7 +293,10 @@ def _statistics(processor: _Processor, model: str, channels: int) -> tuple[tuple
 
 
 _OF_TORCHVISION: Final = ("crop_size", "resize_size", "mean", "std", "interpolation")  # whose class is private
-_REMEDY: Final = 'say what it does to a file, as Preprocess("RGB", 224, 224, 256, mean, std), or take one of PRESETS'
+_REMEDY: Final = (
+    'say what it does to a file, as Preprocess("RGB", 224, 224, 256, mean, std, crop_rounding="even") of torchvision '
+    "and timm, or take one of PRESETS"
+)
 
 
 def as_preprocess(given: Any) -> Preprocess:

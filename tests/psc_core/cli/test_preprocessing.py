@@ -104,6 +104,12 @@ def test_flags_replace_what_the_network_says(words: str, expected: Preprocess) -
     assert parsed(*words.split(), described=NetworkSpec("a:b", preprocess=OWN)) == expected
 
 
+@pytest.mark.parametrize(("spec", "rounding"), [("timm:resnet18", "even"), ("hf:folder", "down")])
+def test_a_crop_is_rounded_as_the_library_of_the_network_does(spec: str, rounding: str) -> None:
+    described = NetworkSpec(spec, preprocess=replace(OWN, resize=None))
+    assert parsed("--resize", "100", "--crop", "96", described=described).crop_rounding == rounding
+
+
 @pytest.mark.parametrize(
     ("part", "remedy", "enough", "not_enough"),
     [
