@@ -23,7 +23,7 @@ from typing import Final
 from app.errors import NotReady, TooManyRequests
 
 COPIES: Final = 2  # the bytes held for each byte of a body
-PIXEL_BYTES: Final = 14  # at most, of a pixel while its image is decoded: Pillow's four, again to turn, blend and copy
+PIXEL_BYTES: Final = 8  # of a pixel, for which the budget keeps room to decode an image
 BUDGET_FRACTION: Final = 1 / 4  # the budget, as a fraction of the memory that the process may have
 FULL_FRACTION: Final = 0.9  # the fraction of its memory above which the process accepts no more requests
 _IDLE_BYTES: Final = 1 << 20  # what requests may hold while the memory of an idle process is measured
@@ -141,16 +141,14 @@ class MemoryBudget:
     def give(self, size: int) -> None:
         """Give back ``size`` bytes that were taken."""
         with self._condition:
-            self._counts[self._place] -= size
-            self._condition.notify_all()
+            self._give(size)
 
     @contextmanager
-    def decoding(self, pixels: int) -> Iterator[None]:
-        """Hold the memory for decoding an image within the block; waits until other images are decoded.
+    def decoding(self, size: int) -> Iterator[None]:
+        """Hold the bytes that decoding an image takes within the block; waits until other images are decoded.
 
         Raises :class:`NotReady` for an image that would take more than the process has left.
         """
-        size = PIXEL_BYTES * pixels
         budgeted = min(size, self._for_decoding)  # Never more than is kept free, or an image could wait for ever.
 
         def has_room() -> bool:
@@ -169,7 +167,7 @@ class MemoryBudget:
             with self._condition:
                 self._decoded -= budgeted
                 self._beyond -= size - budgeted
-            self.give(size)
+                self._give(size)
 
     def should_release(self, elsewhere: int = 0) -> bool:
         """Measure the process's memory; return whether its freed memory should go back to the system now.
@@ -209,6 +207,10 @@ class MemoryBudget:
                 f"the service may take {max(0, left) >> 20} MiB more of its memory, and this takes {size >> 20} MiB; "
                 "try again, or raise the container's limit"
             )
+
+    def _give(self, size: int) -> None:
+        self._counts[self._place] -= size
+        self._condition.notify_all()
 
     def _hold(self, size: int) -> None:
         self._counts[self._place] += size

@@ -116,7 +116,7 @@ class Decoder:
                 try:
                     image = open_image(images[index].data, max_pixels=settings.max_pixels)
                     progress.add(image.cost)
-                    with self.memory.decoding(image.cost):
+                    with self.memory.decoding(image.memory_bytes(self._preprocess.mode)):
                         decoded[index] = self._preprocess.from_file(image)
                 except ImageError as error:
                     progress.fail(index, ImageRefused(index, images[index].name, error))

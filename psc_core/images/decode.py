@@ -268,6 +268,13 @@ _PARTS_OF_16: Final = frozenset((1 << bits) - 1 for bits in range(9, 16))  # lar
 _WHITES: Final = {"1": 1, "L;2": 3, "L;4": 15}  # of grey PNGs below 8 bits, by Pillow's name for the samples
 
 
+# Measured, of a pixel while its image is decoded and resized: Pillow's four, as many again each to turn, blend and copy
+# it, and two such canvases of WebP.
+_PIXEL_BYTES: Final = {"JPEG": 14, "WEBP": 28}
+_OTHER_PIXEL_BYTES: Final = 18  # of other formats
+_PLAIN_PIXEL_BYTES: Final = 6  # where simplejpeg decodes
+
+
 @dataclass(frozen=True)
 class OpenImage:
     """An image file whose header has been checked and whose pixels are not decoded yet."""
@@ -278,13 +285,25 @@ class OpenImage:
 
     def samples(self, mode: str) -> npt.NDArray[np.uint8] | None:
         """Decode an upright JPEG to (height, width, 1, or 4 of RGB, the last to be ignored); None if Pillow has to."""
-        image = self.image
-        if not HAS_SIMPLEJPEG or image.format != "JPEG" or image.mode != mode or not _agrees():
-            return None
         try:
-            return _decode(self.data, mode) if _is_upright(image) else None
+            return _decode(self.data, mode) if self._is_plain(mode) else None
         except Exception:  # Pillow decides what is wrong with the file, if anything
             return None
+
+    def memory_bytes(self, mode: str) -> int:
+        """Return the memory that it takes at most while it is decoded, and resized for a network that sees ``mode``."""
+        image = self.image
+        try:
+            is_plain = self._is_plain(mode)
+        except Exception:  # as above
+            is_plain = False
+        of_format = _PIXEL_BYTES.get(image.format or "", _OTHER_PIXEL_BYTES)
+        return image.width * image.height * (_PLAIN_PIXEL_BYTES if is_plain else of_format)
+
+    def _is_plain(self, mode: str) -> bool:
+        image = self.image
+        is_jpeg = HAS_SIMPLEJPEG and image.format == "JPEG" and image.mode == mode
+        return is_jpeg and _is_upright(image) and _agrees()
 
     def decode(self, background: str = BACKGROUNDS[0]) -> Image.Image:
         """Decode the first frame, upright; may be called once.  See :func:`decode_image`."""

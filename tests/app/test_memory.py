@@ -19,32 +19,32 @@ from tests.app.http.support import check_predictions, check_problem
 from tests.app.support import PNG, running, until
 
 
-def budget(total: int = 125 * PIXEL_BYTES, *, max_pixels: int = 25) -> MemoryBudget:
+def budget(total: int = 1000, *, max_pixels: int = 25) -> MemoryBudget:
     return MemoryBudget(total, process_memory(), max_pixels=max_pixels)
 
 
 def test_what_does_not_fit_is_refused_and_decoding_has_room_of_its_own() -> None:
     held = budget()
-    assert held.largest_body == 100 * PIXEL_BYTES // COPIES
-    held.take(100 * PIXEL_BYTES)
+    assert held.largest_body == (1000 - 25 * PIXEL_BYTES) // COPIES
+    held.take(800)
     with pytest.raises(TooManyRequests):
         held.take(1)
-    with held.decoding(25):
+    with held.decoding(200):
         pass
-    held.give(100 * PIXEL_BYTES)
-    held.take(100 * PIXEL_BYTES)
+    held.give(800)
+    held.take(800)
 
 
 def test_what_an_image_takes_beyond_its_room_is_known_to_other_processes() -> None:
     counts = Board(2).memory
     fronts = [MemoryBudget(100, 1 << 40, max_pixels=25, counts=counts, place=place) for place in (0, 1)]
-    counts[-1] = 15 * PIXEL_BYTES
-    with fronts[0].decoding(10):
+    counts[-1] = 140
+    with fronts[0].decoding(80):
         fronts[0].take(50)  # Its budget counts no more of an image than is kept for it.
         fronts[0].give(50)
-        with pytest.raises(NotReady, match="this takes 0 MiB"), fronts[1].decoding(10):
+        with pytest.raises(NotReady, match="this takes 0 MiB"), fronts[1].decoding(80):
             pass
-    with fronts[1].decoding(10):
+    with fronts[1].decoding(80):
         pass
     assert sum(counts[:-1]) == 0
 
@@ -52,7 +52,7 @@ def test_what_an_image_takes_beyond_its_room_is_known_to_other_processes() -> No
 def test_an_image_larger_than_its_room_is_decoded_alone() -> None:
     held = budget(100)
     held.take(50)
-    with held.decoding(10_000), pytest.raises(TooManyRequests):
+    with held.decoding(80_000), pytest.raises(TooManyRequests):
         held.take(1)
 
 
@@ -60,34 +60,34 @@ def test_a_second_image_waits_where_the_bodies_of_others_would_be_refused() -> N
     held, begun = budget(), threading.Event()
 
     def decode() -> None:
-        with held.decoding(25):
+        with held.decoding(200):
             begun.set()
 
-    held.take(62 * PIXEL_BYTES)
+    held.take(500)
     with ThreadPoolExecutor(1) as pool:
-        with held.decoding(25):
+        with held.decoding(200):
             second = pool.submit(decode)
-            held.take(12 * PIXEL_BYTES)
+            held.take(100)
             assert not begun.wait(0.1)
         second.result(timeout=30)
-    held.give(62 * PIXEL_BYTES)
-    with held.decoding(25):
+    held.give(500)
+    with held.decoding(200):
         decode()
 
 
 def test_decoding_waits_for_others_that_decode() -> None:
     held = budget()
-    held.take(87 * PIXEL_BYTES)
+    held.take(700)
     inside, go_on, seen = threading.Event(), threading.Event(), list[str]()
 
     def first() -> None:
-        with held.decoding(25):
+        with held.decoding(200):
             inside.set()
             go_on.wait()
             seen.append("first")
 
     def second() -> None:
-        with held.decoding(20):
+        with held.decoding(160):
             seen.append("second")
 
     with ThreadPoolExecutor(2) as pool:
@@ -178,11 +178,11 @@ def test_an_image_that_would_take_the_last_of_the_memory_is_refused(monkeypatch:
     monkeypatch.setattr(memory, "resident_bytes", lambda: 800_000)
     held = MemoryBudget(200_000, 1_000_000, max_pixels=1_000_000)  # half of it for an image of 12,500 pixels or more
     held.should_release()
-    with pytest.raises(NotReady, match="may take 0 MiB more"), held.decoding(100_001 // PIXEL_BYTES + 1):
+    with pytest.raises(NotReady, match="may take 0 MiB more"), held.decoding(100_001):
         pass
     assert held.held == 0
-    with held.decoding(100_000 // PIXEL_BYTES):
-        assert held.held == 100_000 // PIXEL_BYTES * PIXEL_BYTES
+    with held.decoding(100_000):
+        assert held.held == 100_000
 
 
 def test_what_requests_hold_counts_once_when_the_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

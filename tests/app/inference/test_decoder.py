@@ -28,11 +28,15 @@ class Opened(NamedTuple):
     data: bytes
     cost: int = 1
 
+    def memory_bytes(self, mode: str) -> int:
+        return 8
+
 
 class Hands:
     """A pool without threads, a clock, and a preprocessing that says what it decoded: of ``x`` ``x0``, ``x1``, …"""
 
     shape = 1, 1, 1
+    mode = "L"
 
     def __init__(self, threads: int) -> None:
         self.now = 0.0

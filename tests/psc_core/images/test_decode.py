@@ -3,6 +3,8 @@ from __future__ import annotations
 import base64
 import io
 import struct
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from app.memory import resident_bytes
+from psc_core.allocator import release_freed_memory
 from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, UnsupportedImage
 from psc_core.images import BACKGROUNDS, SUFFIXES, decode
 from psc_core.images.decode import FAST, IMAGE_FORMATS, SMALL, as_base64, decode_image, open_image, to_grey_or_rgb
@@ -409,6 +413,34 @@ def test_what_is_not_plain_is_left_to_pillow() -> None:
     for orientation, is_plain in ((1, True), (6, False)):
         exif[0x0112] = orientation
         assert (open_image(encode(image, "JPEG", exif=exif)).samples("RGB") is not None) is is_plain
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("RGB", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG"), ("RGBA", "WEBP"), ("F", "TIFF")]
+)
+def test_an_image_takes_no_more_memory_than_it_says(mode: str, kind: str, turned: bool) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = (
+        Image.frombytes("RGBA", (2000, 1500), bytes(range(256)) * 46_875).convert(mode.replace("F", "L")).convert(mode)
+    )
+    image = image.point(lambda value: value / 255) if mode == "F" else image
+    data = encode(image, kind, **({"exif": exif} if turned else {}))
+    del image
+    preprocess, status = replace(PRESETS["imagenet"], resizer="torch"), Path("/proc/self/status")
+    for _ in range(2):  # The first time more is imported.
+        release_freed_memory()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            pytest.skip("the peak of the memory cannot be measured here")
+        before = resident_bytes()
+        file = open_image(data)
+        preprocess.from_file(file)
+        peak = 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+    assert peak - before <= file.memory_bytes("RGB") + (2 << 20)
+    assert (file.memory_bytes("RGB") == 6 * 3_000_000) == (mode == "RGB" and not turned)
 
 
 def test_library_of_other_pixels_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
