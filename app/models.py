@@ -279,8 +279,8 @@ class ModelStarter:
         )
         limit = settings.max_queue_images
         recorder = ModelRecorder(name, model, policy=policy, queue_limit=limit, metrics=self._metrics, drift=drift)
-        log = None if self._log is None else self._log.log_of(name, model)
         engine = await self._warm_engine(name, model, chosen.pipeline, recorder)
+        log = None if self._log is None else self._log.log_of(name, model)
         served = ServedModel(name, model, chosen.backend, chosen.is_final, engine, policy, recorder, log)
         logger.info("%s: %s", name, served.headline)
         return served

@@ -42,11 +42,12 @@ def add_label(writer: LogWriter, label: Label) -> FeedbackDocument:
         shown = "an image that was erased" if row[SHA256] is None else f"the image {row[SHA256]}"
         raise ImageConflict(f"the row is of {shown}, not of {label.image_sha256}; correct request_id or image_index")
     checked = replace(label, image_sha256=row[SHA256], time=datetime.now(UTC), model=row["model"])
-    models = [read_model(writer.log, row["bundle_version"])] if label.kind == LABEL else []
-    models += filter(None, [writer.served.get(row["model"])])
+    models = []
+    if label.kind == LABEL:
+        models = [read_model(writer.log, row["bundle_version"]), *filter(None, [writer.served.get(row["model"])])]
     try:
         text = check_name(label.label or "")
-        text = check_label(text, models) if label.kind == LABEL else text[:MAX_NAME]
+        text = check_label(text, models) if models else text[:MAX_NAME]
         checked = replace(checked, label=text or None)
     except DataError as error:
         raise UnusableLabel(str(error)) from error
@@ -143,7 +144,7 @@ class FeedbackDocument(Document):
     image_sha256: str | None
     kind: str
     label: str | None
-    is_stored: bool = Field(description="Whether the log has the image of this row: what reads labels needs it.")
+    is_stored: bool = Field(description="Whether the log has the image of this row, which what reads labels needs.")
 
 
 _BODY: Final = {"required": True, "content": {"application/json": {"schema": Feedback.model_json_schema()}}}

@@ -29,7 +29,7 @@ from app.main import create_app
 from app.models import ALIVE, check_affordable, cost_of_an_image
 from app.processes import EngineHost
 from app.server import UvicornHost
-from app.service import Host
+from app.service import ApiKeys, Host
 from app.settings import load_settings
 from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.errors import BundleError, NetworkError
@@ -323,7 +323,7 @@ async def test_a_model_that_was_unloaded_stays_so_in_the_engine_that_takes_over(
 
     class Engine(Host):
         def unloaded(self, models: int) -> Any:
-            return EngineHost("", 0.0, -1, board).unloaded(models)
+            return EngineHost("", 0.0, ApiKeys.of(load_settings()), -1, board).unloaded(models)
 
     for before in (["a", "b"], ["a"]):
         async with running({"a": FakeModel(), "b": FakeModel()}, host=Engine()) as app:

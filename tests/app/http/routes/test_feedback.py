@@ -39,7 +39,7 @@ async def give(app: Running, **members: Any) -> tuple[int, dict[str, Any]]:
 
 async def test_labels_are_written(tmp_path: Path) -> None:
     models = {"m": FakeModel(), "v": FakeValueModel(version="w1")}
-    async with running(models, log=str(tmp_path), **KEYS) as app:
+    async with running(models, log=str(tmp_path), log_sample=0, **KEYS) as app:
         dark, number = await predict(app, 0), await predict(app, 0, "/models/v/predict")
         digest = hashlib.sha256(png(0)).hexdigest()
         expected = {"request_id": dark[3:52], "image_index": 0, "image_sha256": digest, "kind": "label"}
