@@ -20,19 +20,22 @@ async function load() {
   ort.env.wasm.proxy = true; // In a worker, so that the page answers meanwhile.
   const { version } = await model();
   const graph = await (await fetchFile(`model-any-size.onnx?${version}`)).arrayBuffer();
-  const session = await ort.InferenceSession.create(graph, { executionProviders: ["wasm"], logSeverityLevel: 3 });
+  const session = await ort.InferenceSession.create(graph, { executionProviders: ["wasm"], logSeverityLevel: 3 }).catch((problem) => {
+    throw new Error(`${problem.message} Reload the page.`); // The runtime does not try again.
+  });
   note.textContent = "The model runs in this browser: your images stay here.";
   return { session, Tensor: ort.Tensor };
 }
 
-// Load something once; after a failure, again for the next who asks.
-function once(load) {
-  let loading = null;
-  return () => (loading ??= load().catch((problem) => {
-    loading = null;
+// What was loaded, each once; after a failure all of it again for the next who asks, as the export may be another one then.
+const kept = new Map();
+const once = (load) => () => {
+  if (!kept.has(load)) kept.set(load, load().catch((problem) => {
+    kept.clear();
     throw problem;
   }));
-}
+  return kept.get(load);
+};
 
 const model = once(async () => (await fetchFile("model.json")).json());
 const loaded = once(load);
@@ -106,6 +109,14 @@ async function pixelsOf(file, { mode, background = "black" }) {
   const bitmap = await createImageBitmap(file, { colorSpaceConversion: "none" }).catch(() => {
     throw new Refused(415, "This browser cannot read the image; choose a JPEG or PNG file.");
   });
+  try {
+    return readPixels(bitmap, mode, background);
+  } finally {
+    bitmap.close();
+  }
+}
+
+function readPixels(bitmap, mode, background) {
   const { width, height } = bitmap;
   if (width * height > MAX_PIXELS) throw new Refused(413, `The image has more than ${MAX_PIXELS / 1e6} million pixels; make it smaller.`);
   // A canvas keeps colours times alpha, so that the colour of what is transparent is lost.
@@ -129,7 +140,6 @@ async function pixelsOf(file, { mode, background = "black" }) {
       else for (let colour = 0; colour < 3; colour += 1) pixels[to++] = data[from + colour];
     }
   }
-  bitmap.close();
   if (!isVisible) throw transparent;
   return [pixels, [1, height, width, channels]];
 }
