@@ -394,7 +394,7 @@ def test_the_bundle_is_on_a_volume_that_exists() -> None:
 def test_the_role_of_a_pod_is_reached() -> None:
     egress = by_kind(rendered(OVERLAYS / "s3-bundle"))["NetworkPolicy"]["spec"]["egress"]
     (rule,) = (each for each in egress if each["ports"][0]["port"] == 80)
-    assert [each["ipBlock"]["cidr"] for each in rule["to"]] == ["169.254.170.23/32", "169.254.169.254/32"]
+    assert [each["ipBlock"]["cidr"] for each in rule["to"]] == ["169.254.170.23/32"]
 
 
 def test_rules_of_the_operator_are_those_of_prometheus(made: Path) -> None:
