@@ -11,8 +11,9 @@ than half of a day's labels count at any time, images were chosen, and a time th
 them in: then it is that of the last labelled one.
 
 Of images that were chosen, some days' first ones happen to be among them, and over months these days would add up.  So
-a day that is not reviewed as a whole counts only if labels placed at random on its images would rarely (:data:`LUCK`)
-be as many on those that are asked for them.
+a day that is not reviewed as a whole counts only if labels placed at random on its images would rarely be as many on
+those that are asked for them.  :data:`LUCK` is of one such set of images, and the best of several is taken, so that a
+few in 1,000 days of labels at random count.  Of a day with one or two images no order can tell how they were chosen.
 
 Those that count stand for the whole day, also for what came later: where they are a share s of all its images, the
 probability to have drawn and reviewed one is s times that to have drawn it.  A day of which little is reviewed would
@@ -143,7 +144,7 @@ def _left_out(logged: Sequence[LoggedLabel], days: Collection[date]) -> str:
         return ""
     labelled, found = sum(image.kind is not None for image in others), sorted({image.day for image in others})
     which = f"{found[0]} is" if len(found) == 1 else f"{len(found)} days from {found[0]} to {found[-1]} are"
-    return f"{which} left out, with {labelled} of {len(others)} images reviewed"
+    return f"{which} left out, with {labelled} of {len(others)} images reviewed; label more of them"
 
 
 def read_outside(log: Log, model: FittedModel, name: str | None = None, **span: str | None) -> ImageDataset:

@@ -345,11 +345,11 @@ def test_days_of_which_little_is_reviewed_are_told(model: FittedModel, tmp_path:
     images += [replace(few[0], kind="label", label="2"), *few[1:]]
     sample = read_sample(write_log(tmp_path / "one", images), model)
     assert sample.of_class.first_labels().tolist() == [1] * 20 and sample.weights.tolist() == [10.0] * 20
-    assert sample.summary().endswith("; 2026-11-21 is left out, with 1 of 40 images reviewed")
+    assert sample.summary().endswith("; 2026-11-21 is left out, with 1 of 40 images reviewed; label more of them")
     images += [Logged(picture(60), day="2026-11-23")]
     sample = read_sample(write_log(tmp_path / "two", images), model)
     assert sample.summary().endswith(
-        "; 2 days from 2026-11-21 to 2026-11-23 are left out, with 1 of 41 images reviewed"
+        "; 2 days from 2026-11-21 to 2026-11-23 are left out, with 1 of 41 images reviewed; label more of them"
     )
 
 
