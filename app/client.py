@@ -479,7 +479,7 @@ class Client(_Requests):
 
 
 class AsyncClient(_Requests):
-    """An asynchronous client; use it as an asynchronous context manager.  Its arguments are :class:`Client`'s.
+    """An asynchronous client of one event loop; use it as an asynchronous context manager.  See :class:`Client`.
 
     A request that was sent keeps its connection until it is answered, also if its call is cancelled.  Of more than 100
     calls at once, the others wait for a connection.

@@ -2,8 +2,8 @@
 
 A :class:`psc_core.images.preprocess.Preprocess` resizes to the input, or resizes the shorter side and crops the centre,
 bilinearly or bicubically, antialiased; then it standardises.  Alpha is dropped as in torchvision and timm, or blended
-onto white where transformers converts to RGB.  Deviations from this are reported part by part, so that a flag can
-replace only the part concerned.
+onto white where transformers converts to RGB (its version 5.24; older ones drop it).  Deviations from this are reported
+part by part, so that a flag can replace only the part concerned.
 
 In transformers the class of the image processor decides what its numbers mean:
 
@@ -307,7 +307,7 @@ def as_preprocess(given: Any) -> Preprocess:
 
     Examples:
         >>> print(as_preprocess({"input_size": (1, 64, 64), "crop_pct": 0.5, "mean": (0.5,), "std": (0.2,)}))
-        L, shorter side to 128, centre 64 × 64 pixels, bicubic; mean 0.5; std 0.2
+        L, shorter side to 128, centre 64 × 64 pixels, bicubic; mean 0.5; std 0.2; alpha dropped
     """
     if isinstance(given, Preprocess):
         return given

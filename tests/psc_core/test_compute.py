@@ -51,12 +51,13 @@ def precision(value: str) -> Iterator[list[Any]]:
     operations = [backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul]
     flags = [*operations, backends]
     before = [each.fp32_precision for each in flags]
+    older = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32
     for each in flags:
         each.fp32_precision = value
     try:
         yield operations
     finally:
-        backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = True, False
+        backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = older
         for each, was in zip(flags, before, strict=True):
             each.fp32_precision = was
 
