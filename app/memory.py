@@ -15,6 +15,7 @@ import re
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -104,6 +105,7 @@ class MemoryBudget:
         self._most_held = self._idle_bytes = 0
         self._decoded = 0  # the part of the budget for images that are being decoded
         self._beyond = 0  # what they take beyond that
+        self._line = deque[object]()  # the images that wait for room, the first one first
         self._released_at = time.monotonic()
         self._condition = threading.Condition(threading.Lock())
 
@@ -151,16 +153,24 @@ class MemoryBudget:
         """
         budgeted = min(size, self._for_decoding)  # Never more than is kept free, or an image could wait for ever.
 
+        place = object()
+
         def has_room() -> bool:
             """Return whether there is room, for a second image without refusing the bodies of others meanwhile."""
-            return self._budgeted + budgeted <= self.total - (self._for_decoding if self._decoded else 0)
+            rest = self.total - (self._for_decoding if self._decoded else 0)
+            return self._line[0] is place and self._budgeted + budgeted <= rest
 
         with self._condition:
-            self._condition.wait_for(has_room)
-            self._check_left(size)
-            self._decoded += budgeted
-            self._beyond += size - budgeted
-            self._hold(size)
+            self._line.append(place)
+            try:
+                self._condition.wait_for(has_room)
+                self._check_left(size)
+                self._decoded += budgeted
+                self._beyond += size - budgeted
+                self._hold(size)
+            finally:
+                self._line.remove(place)
+                self._condition.notify_all()
         try:
             yield
         finally:

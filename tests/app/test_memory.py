@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,6 +74,24 @@ def test_a_second_image_waits_where_the_bodies_of_others_would_be_refused() -> N
     held.give(500)
     with held.decoding(200):
         decode()
+
+
+def test_the_images_of_a_large_request_do_not_overtake_one_that_waits() -> None:
+    held, seen = budget(400), list[str]()
+
+    def decode() -> None:
+        with held.decoding(200):
+            seen.append("other")
+
+    with ThreadPoolExecutor(1) as pool:
+        with held.decoding(200):
+            other = pool.submit(decode)
+            while not held._line:
+                time.sleep(0.001)
+        with held.decoding(200):
+            seen.append("next")
+        other.result(timeout=30)
+    assert seen == ["other", "next"]
 
 
 def test_decoding_waits_for_others_that_decode() -> None:
