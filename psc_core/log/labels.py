@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import cache, partial
@@ -179,6 +179,9 @@ class HumanAnswer:
     def row(self) -> tuple[str | None, int | None]:
         return self.request_id, self.image_index
 
+    def is_of(self, model: str | None) -> bool:
+        return model is None or self.model in (None, model)
+
 
 _Row = tuple[str, str | None]  # the version of the bundle that answered, and the digest of the image
 
@@ -198,69 +201,80 @@ def read_answers(path: Path) -> Iterator[HumanAnswer]:
 def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None) -> list[Label]:
     """Return the labels for answers: of the model that an answer names, or else of each one that could have said it.
 
-    An answer without a time says nothing new if it is the last of its source on the image: others may have come since.
     It warns of answers on images without a row, which may be pruned, and of labels on images that are not stored.
     """
-    given = [answer for answer in answers if model is None or answer.model in (None, model)]
-    rows: dict[Any, dict[str, _Row]] = {key: {} for each in given for key in (each.row, each.image_sha256)}
-    rows.pop(None, None)
-    versions = defaultdict[str, dict[str, None]](dict)  # of the bundles of each model
-    stored = set[tuple[str | None, Any]]()  # models and keys of the rows with an image
-    columns = [REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "bundle_version"]
-    for name in store.models_in(log) if model is None else [store.logged_model(log, model)]:
-        for batch in store.read_rows(log, name, columns=columns):
-            versions[name][batch["bundle_version"][0].as_py()] = None
-            for request_id, index, digest, path, version in zip(*(each.to_pylist() for each in batch), strict=True):
-                for key in ((request_id, index), digest):
-                    if key in rows:
-                        rows[key][name] = version, digest
-                        stored |= {(name, key)} if path else set()
-    models = _Models(log, versions)
-    last = {_place(each): (each.kind, each.label) for each in sorted(_all_labels(log), key=lambda each: each.time)}
-    labels, missing, unused, unlabelled = list[Label](), list[HumanAnswer](), 0, 0
-    said: dict[Any, tuple[str, Label]] = {}  # where, and what, of the answers without a time
-    for answer in given:
-        if not (found := _rows_of(answer, rows)):
-            missing.append(answer)
-        try:
-            of_answer = [*_labels(answer, rows[answer.row], found, models)]
-        except DataError:
-            if answer.source != _FOLDER or answer.text not in _UNLABELLED:
-                raise
-            of_answer, unlabelled = [], unlabelled + 1
-        for label in of_answer:
-            if answer.time is None:
-                image = label.model, label.image_sha256 or answer.row
-                where, before = said.setdefault(image, (answer.where, label))
-                if (before.kind, before.label) != (label.kind, label.label):
-                    raise DataError(f"{answer.where}: {where} says something else of this image; remove one of them")
-            if answer.time is not None or last.get(_place(label)) != (label.kind, label.label):
-                labels.append(label)
-                unused += stored.isdisjoint((label.model, key) for key in (answer.row, answer.image_sha256))
-    if missing:
+    given = [answer for answer in answers if answer.is_of(model)]
+    rows = _Rows(log, given, store.models_in(log) if model is None else [store.logged_model(log, model)])
+    of_each = [[*_labels(answer, rows)] for answer in given]
+    said = [(answer, label) for answer, of_answer in zip(given, of_each, strict=True) for label in of_answer]
+    _check_agreement(said)
+    labels = _news(log, said)
+    if missing := [answer for answer in given if not rows.of(answer)]:
         text = f"{len(missing)} of {len(given)} answers are on images without a row in the log: {missing[0].where}"
         if len(missing) == len(given):
             raise DataError(f"{text}; give the log of these images, and the model that they name")
         warn(f"{text} is the first; they are left out")
-    if unlabelled:
+    if unlabelled := of_each.count([]) - len(missing):
         warn(f"{unlabelled} images in folders named {' or '.join(_UNLABELLED)} have no label yet, and are left out")
-    if unused:
+    if unused := sum((label.model, label.image_sha256) not in rows.stored for label in labels):
         warn(f"{unused} of {len(labels)} labels are on images that are not stored: nothing uses them (--log-images)")
     return labels
+
+
+def _check_agreement(said: Iterable[tuple[HumanAnswer, Label]]) -> None:
+    """Raise if two answers without a time differ on an image: neither is the last."""
+    first: dict[Any, tuple[str, Any]] = {}
+    for answer, label in said:
+        if answer.time is None:
+            image, what = (label.model, label.image_sha256 or answer.row), (label.kind, label.label)
+            where, before = first.setdefault(image, (answer.where, what))
+            if before != what:
+                raise DataError(f"{answer.where}: {where} says something else of this image; remove one of them")
+
+
+def _news(log: Log, said: Sequence[tuple[HumanAnswer, Label]]) -> list[Label]:
+    """Return the labels without a time only where they are not the last of their source: others may have come since."""
+    if all(answer.time is not None for answer, _ in said):
+        return [label for _, label in said]
+    before = sorted(_all_labels(log), key=lambda each: each.time)
+    last = {_place(label): (label.kind, label.label) for label in before}
+    return [new for answer, new in said if answer.time is not None or last.get(_place(new)) != (new.kind, new.label)]
 
 
 def _place(label: Label) -> tuple[Any, ...]:
     return label.source, label.model, label.request_id, label.image_index, label.image_sha256
 
 
-class _Models:
-    """The bundles of a log's models, each read once."""
+class _Rows:
+    """The rows of a log on which there are answers, and the bundles of its models, each read once."""
 
-    def __init__(self, log: Log, versions: Mapping[str, Iterable[str]]) -> None:
+    def __init__(self, log: Log, answers: Iterable[HumanAnswer], models: Iterable[str]) -> None:
+        self._rows: dict[Any, dict[str, _Row]] = {key: {} for each in answers for key in (each.row, each.image_sha256)}
+        self._rows.pop(None, None)
         self._read = cache(partial(store.read_model, log))
-        self._versions = versions
+        self._versions = defaultdict[str, dict[str, None]](dict)
+        self.stored = set[tuple[str | None, str | None]]()  # models, and the digests of their images
+        columns = [REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "bundle_version"]
+        for name in models:
+            for batch in store.read_rows(log, name, columns=columns):
+                self._versions[name][batch["bundle_version"][0].as_py()] = None
+                for request_id, index, digest, path, version in zip(*(each.to_pylist() for each in batch), strict=True):
+                    for key in ((request_id, index), digest):
+                        if key in self._rows:
+                            self._rows[key][name] = version, digest
+                    if path:
+                        self.stored.add((name, digest))
 
-    def of(self, name: str, version: str) -> Iterator[LoggedModel]:
+    def named_by(self, answer: HumanAnswer) -> Mapping[str, _Row]:
+        """Return the row that an answer names by its request, for each model."""
+        return self._rows[answer.row]
+
+    def of(self, answer: HumanAnswer) -> dict[str, _Row]:
+        """Return a row of the image for each model that an answer may be of."""
+        found = {**self._rows.get(answer.image_sha256, {}), **self.named_by(answer)}
+        return {name: row for name, row in found.items() if answer.is_of(name)}
+
+    def bundles(self, name: str, version: str) -> Iterator[LoggedModel]:
         """Yield that of one version, and then those of the model's others."""
         return map(self._read, dict.fromkeys((version, *self._versions[name])))
 
@@ -276,15 +290,9 @@ def check_label(text: str, models: Iterable[LoggedModel], marks: str = ".") -> s
     raise errors[0]
 
 
-def _rows_of(answer: HumanAnswer, rows: Mapping[Any, Mapping[str, _Row]]) -> dict[str, _Row]:
-    found = {**rows.get(answer.image_sha256, {}), **rows[answer.row]}
-    return {name: row for name, row in found.items() if answer.model in (None, name)}
-
-
-def _labels(
-    answer: HumanAnswer, named: Mapping[str, _Row], found: Mapping[str, _Row], models: _Models
-) -> Iterator[Label]:
+def _labels(answer: HumanAnswer, rows: _Rows) -> Iterator[Label]:
     """Yield the label for each model that saw the image and can predict the answer; raise if all refuse it."""
+    named, found = rows.named_by(answer), rows.of(answer)
     for _, sha256 in named.values():
         if None not in (sha256, answer.image_sha256) and sha256 != answer.image_sha256:
             raise DataError(
@@ -295,10 +303,11 @@ def _labels(
     for name, (version, sha256) in found.items():
         try:
             of_image = answer if name in named else replace(answer, request_id=None, image_index=None)
-            yield _label(of_image, sha256, models.of(name, version), name)
+            yield _label(of_image, sha256, rows.bundles(name, version), name)
         except DataError as error:
             errors.append(error)
-    if errors and len(errors) == len(found):
+    is_unlabelled = answer.source == _FOLDER and answer.text in _UNLABELLED
+    if errors and len(errors) == len(found) and not is_unlabelled:
         raise DataError(f"{answer.where}: {errors[0]}") from errors[0]
 
 

@@ -119,6 +119,16 @@ def test_an_answer_without_a_time_is_imported_once(tmp_path: Path) -> None:
     assert (label.source, label.time) == ("4", datetime(2026, 3, 2, 10, tzinfo=UTC))
 
 
+def test_the_labels_of_a_log_are_read_only_for_answers_without_a_time(tmp_path: Path) -> None:
+    log, file = make_log(tmp_path / "log", 1), tmp_path / "x.csv"
+    log.put("labels/part-z.parquet", b"torn")
+    file.write_text("request_id,image_index,label,updated_at\nr0,0,cat,2026-03-02\n")
+    assert written(log, file) == [("r0", "label", "cat")]
+    file.write_text("request_id,image_index,label\nr0,0,cat\n")
+    with pytest.raises(DataError, match="part-z"):
+        written(log, file)
+
+
 def test_damaged_file_is_named(tmp_path: Path) -> None:
     log = make_log(tmp_path)
     log.put("labels/part-z.parquet", b"torn")
@@ -303,10 +313,11 @@ def test_a_number_is_that_of_the_model_which_its_line_names(tmp_path: Path) -> N
         assert [each.model for each in labels_of(log, read_answers(tmp_path / "x.csv"))] == ["w"]
 
 
-def test_labels_on_images_that_are_not_stored_are_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("digests", [(digest(2), digest(1)), ("", "")])  # Without one a line is still of its row's.
+def test_labels_on_images_that_are_not_stored_are_told(tmp_path: Path, digests: tuple[str, str]) -> None:
     log = make_log(tmp_path / "log", 2)
     put_rows(log, [row(2, image_path=None), row(3, image_path=None, image_sha256=digest(1))])
-    lines = "".join(f"r{at},0,{sha256},cat\n" for at, sha256 in ((0, ""), (2, digest(2)), (3, digest(1))))
+    lines = "".join(f"r{at},0,{sha256},cat\n" for at, sha256 in zip((0, 2, 3), ("", *digests), strict=True))
     (tmp_path / "x.csv").write_text(f"request_id,image_index,image_sha256,label\n{lines}")
     with pytest.warns(UserWarning, match="1 of 3 labels are on images that are not stored"):  # The last one is, of r1.
         assert len(labels_of(log, read_answers(tmp_path / "x.csv"))) == 3
