@@ -5,10 +5,10 @@ every row of that model with these bytes, and the last label on an image counts.
 only to their row, or, if they name only a digest, to every row of that image.
 
 A CSV, and the data of a Label Studio task, have the columns ``request_id`` and ``image_index``, or ``image_sha256``;
-``label``, which is a class, a number, ``none_of_the_classes`` or ``cannot_tell``; and optionally ``model``, ``source``
-or ``annotator``, and ``updated_at``.  After ``none_of_the_classes:`` may stand what it is, as a folder inside
-``none_of_the_classes`` may say.  An answer that cannot be used raises an error that names its place, and nothing is
-written; an empty one is skipped.
+``label``, which is a class, a number, ``none_of_the_classes`` or ``cannot_tell``; and optionally ``model``,
+``annotator`` or ``source``, and ``updated_at``.  After ``none_of_the_classes:`` may stand what it is, as a folder
+inside ``none_of_the_classes`` may say.  An answer that cannot be used raises an error that names its place, and nothing
+is written; an empty one is skipped.
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ def _of_task(where: str, task: Mapping[str, Any]) -> HumanAnswer | None:
     person = person.get("id") if isinstance(person, dict) else person
     source = "label studio" if person is None else f"label studio {person}"
     time = last.get("updated_at") or last.get("created_at")
-    return _answer(where, {**data, "label": texts[0], "source": source, "updated_at": time})
+    return _answer(where, {**data, "label": texts[0], "annotator": source, "updated_at": time})
 
 
 def _folders(root: Path) -> Iterator[HumanAnswer]:
@@ -431,7 +431,7 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
 
 def _answer(where: str, of: Mapping[str, Any]) -> HumanAnswer | None:
     """Return the answer for the image that ``of`` names; None if there is no answer yet."""
-    text, source = of.get("label"), of.get("source") or of.get("annotator")
+    text, source = of.get("label"), of.get("annotator") or of.get("source")
     if text is None or (isinstance(text, str) and not text.strip()):
         return None
     if isinstance(text, bool) or not isinstance(text, str | int | float):

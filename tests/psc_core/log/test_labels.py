@@ -114,7 +114,8 @@ def test_an_answer_without_a_time_is_imported_once(tmp_path: Path) -> None:
     rename(log, "m", "dog", "none_of_the_classes")
     assert imported("cat") == [] and imported("dog") == ["dog"]
     assert imported("cat") == ["cat"]
-    file.write_text("request_id,image_index,label,annotator,updated_at\nr0,0,cat,4,2026-03-02T10:00:00Z\n")
+    line = "r0,0,cat,4,2026-03-02T10:00:00Z,camera 3\n"  # the last a column of the tasks
+    file.write_text(f"request_id,image_index,label,annotator,updated_at,source\n{line}")
     (label,) = labels_of(log, read_answers(file))  # As Label Studio exports it.
     assert (label.source, label.time) == ("4", datetime(2026, 3, 2, 10, tzinfo=UTC))
 
@@ -163,6 +164,7 @@ def test_export_of_label_studio(log: Log, tmp_path: Path) -> None:
         task(0, {"choices": ["cat"]}), task(1, {"choices": ["cannot_tell"]}, completed_by={"id": 9, "email": "x@y"}),
         twice, *skipped, task(90, {"number": 3}),
     ]  # fmt: skip
+    tasks[0]["data"] |= {"source": "camera 3", "annotator": "nobody"}
     (tmp_path / "labels.json").write_text(json.dumps(tasks))
     labels = labels_of(log, read_answers(tmp_path / "labels.json"))
     assert [(each.request_id, each.kind, each.label) for each in labels] == [
