@@ -141,10 +141,12 @@ def import_labels(args: argparse.Namespace) -> None:
     from psc_core.log.store import open_log
 
     log = open_log(args.log)
-    labels = labels_of(log, read_answers(args.labels), args.model)
-    if not labels:
-        raise UsageError(f"{args.labels} has no answer that is not in the log; label some images and export them again")
-    write_labels(log, labels)
+    answers = [answer for answer in read_answers(args.labels) if answer.is_of(args.model)]
+    if not answers:
+        named = "" if args.model is None else f" for {args.model}"
+        raise UsageError(f"{args.labels} has no answer{named}; label some images and export them again")
+    if labels := labels_of(log, answers, args.model):
+        write_labels(log, labels)
     print(f"{args.log}: {len(labels)} labels added")
 
 

@@ -215,7 +215,10 @@ def labels_of(log: Log, answers: Iterable[HumanAnswer], model: str | None = None
             raise DataError(f"{text}; give the log of these images, and the model that they name")
         warn(f"{text} is the first; they are left out")
     if unlabelled := of_each.count([]) - len(missing):
-        warn(f"{unlabelled} images in folders named {' or '.join(_UNLABELLED)} have no label yet, and are left out")
+        text = f"{unlabelled} images in folders named {' or '.join(_UNLABELLED)} have no label yet"
+        if not said:
+            raise DataError(f"{text}; label some of them and export them again")
+        warn(f"{text}, and are left out")
     if unused := sum((label.model, label.image_sha256) not in rows.stored for label in labels):
         warn(f"{unused} of {len(labels)} labels are on images that are not stored: nothing uses them (--log-images)")
     return labels

@@ -20,9 +20,13 @@ def test_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", where, str(tasks)]) == 2
     assert "has no answer" in capsys.readouterr().err
     tasks.write_text(tasks.read_text().replace("False,\n", "False,cat\n"))
-    assert main(["import", where, str(tasks)]) == 0
-    ((file, _),) = label_files(log)
-    assert len(read_label_file(log, file)) == 3
+    for expected in (3, 0):  # An unchanged file is no error.
+        assert main(["import", where, str(tasks)]) == 0
+        assert f"log: {expected} labels added" in capsys.readouterr().out
+        ((file, _),) = label_files(log)
+        assert len(read_label_file(log, file)) == 3
+    assert main(["import", where, str(tasks), "--model", "other"]) == 2
+    assert "has no answer for other" in capsys.readouterr().err
     assert main(["review", where, "--csv", str(tasks)]) == 2
     assert "tasks.csv already; give --overwrite" in capsys.readouterr().err
     assert "False,cat" in tasks.read_text(), "what people wrote there"

@@ -243,6 +243,10 @@ def test_folders_that_tools_add_are_no_answers(log: Log, tmp_path: Path) -> None
         assert [label[1:] for label in written(log, tmp_path)] == [
             ("label", "cat"), (none, "hare"), (none, None)
         ]  # fmt: skip
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "no_label").rename(tmp_path / "folder" / "no_label")
+    with pytest.raises(DataError, match="1 images in folders named no_label or _unlabeled have no label yet; label"):
+        written(log, tmp_path / "folder")
     (tmp_path / "x.csv").write_text(f"image_sha256,label\n{digest(0)},no_label\n")
     with pytest.raises(DataError, match="line 2: expected one of the model's classes"):
         written(log, tmp_path / "x.csv")
