@@ -232,7 +232,10 @@ def _check_agreement(said: Iterable[tuple[HumanAnswer, Label]]) -> None:
             image, what = (label.model, label.image_sha256 or answer.row), (label.kind, label.label)
             where, before = first.setdefault(image, (answer.where, what))
             if before != what:
-                raise DataError(f"{answer.where}: {where} says something else of this image; remove one of them")
+                raise DataError(
+                    f"{answer.where}: {where} says something else of this image; remove one of them, or review and "
+                    "import each model by itself, with --model"
+                )
 
 
 def _news(log: Log, said: Sequence[tuple[HumanAnswer, Label]]) -> list[Label]:

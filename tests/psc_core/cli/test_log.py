@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from psc_core.cli.log import main
-from psc_core.log.labels import label_files, read_label_file
-from tests.psc_core.log.support import digest, make_log
+from psc_core.log.labels import label_files, read_label_file, read_labels
+from psc_core.log.store import LoggedModel, model_path
+from psc_core.tasks.classification import Classification
+from tests.psc_core.log.support import content, digest, make_log, put_rows, row
 
 
 def test_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +38,26 @@ def test_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "removed 1 files" in capsys.readouterr().out
     assert main(["prune", where, "--days", "7"]) == 0
     assert "1 files of rows, 0 images" in capsys.readouterr().out
+
+
+def test_folders_of_two_models_are_imported_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both answers are right, but folders name no model."""
+    log, folders = make_log(tmp_path / "log", 1), tmp_path / "folders"
+    put_rows(log, [row(0, bundle_version="o1")], model="other")
+    log.put(model_path("o1"), LoggedModel("o1", Classification(), ("lion",)).to_json())
+    said = {"m": "cat", "other": "none_of_the_classes"}
+    for model, text in said.items():
+        for folder in (folders / model / text, folders / "both" / text):
+            folder.mkdir(parents=True)
+            (folder / "a.png").write_bytes(content(0))
+    assert main(["import", str(tmp_path / "log"), str(folders / "both")]) == 2
+    assert "review and import each model by itself, with --model" in capsys.readouterr().err
+    for model in said:
+        for command in (["review", "--csv", f"{tmp_path}/{model}.csv"], ["import", str(folders / model)]):
+            assert main([command[0], str(tmp_path / "log"), *command[1:], "--model", model]) == 0
+    labels = read_labels(log)
+    found = [labels.of(model, "r0", 0, digest(0)) for model in said]
+    assert [each and (each.kind, each.label) for each in found] == [("label", "cat"), ("none_of_the_classes", None)]
 
 
 @pytest.mark.parametrize(
