@@ -427,8 +427,8 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
                 except ImageError as error:
                     raise DataError(f"{file}: {error}") from error
                 text, inside = folder.name, Path(file).relative_to(folder).parts[:-1]
-                inside = inside[:-2] if inside[-2:] == (store.IMAGES, digest[:2]) else inside  # the log's own
-                if text == NONE_OF_THE_CLASSES and inside:
+                is_path = inside[-1:] == (digest[:2],)  # of the image in the log, as a tool kept it
+                if text == NONE_OF_THE_CLASSES and inside and not is_path:
                     text = f"{text}{OF}{inside[0]}"
                 yield HumanAnswer(file, None, None, digest, compose(text), _FOLDER, None)
     if unread:

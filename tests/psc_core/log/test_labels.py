@@ -235,13 +235,14 @@ def test_folders_of_images(log: Log, tmp_path: Path) -> None:
 
 def test_folders_that_tools_add_are_no_answers(log: Log, tmp_path: Path) -> None:
     none = "none_of_the_classes"
-    for index, folder in enumerate(("no_label", "_unlabeled", "cat", none, f"{none}/hare")):
-        path = tmp_path / folder / "images" / digest(index)[:2] / f"{digest(index)}.png"  # as CVAT keeps a path
+    kept = ("no_label/images", "_unlabeled/images", "cat/psc/images", none, f"{none}/psc/images", f"{none}:hare/images")
+    for index, folder in enumerate(kept):
+        path = tmp_path / folder / digest(index)[:2] / f"{digest(index)}.png"  # as CVAT keeps a path
         path.parent.mkdir(parents=True)
         path.write_bytes(content(index))
     with pytest.warns(UserWarning, match="2 images in folders named no_label or _unlabeled have no label yet"):
         assert [label[1:] for label in written(log, tmp_path)] == [
-            ("label", "cat"), (none, "hare"), (none, None)
+            ("label", "cat"), (none, None), (none, None), (none, "hare")
         ]  # fmt: skip
     (tmp_path / "folder").mkdir()
     (tmp_path / "no_label").rename(tmp_path / "folder" / "no_label")
