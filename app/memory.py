@@ -152,7 +152,6 @@ class MemoryBudget:
         Raises :class:`NotReady` for an image that would take more than the process has left.
         """
         budgeted = min(size, self._for_decoding)  # Never more than is kept free, or an image could wait for ever.
-
         place = object()
 
         def has_room() -> bool:

@@ -285,25 +285,27 @@ class OpenImage:
 
     def samples(self, mode: str) -> npt.NDArray[np.uint8] | None:
         """Decode an upright JPEG to (height, width, 1, or 4 of RGB, the last to be ignored); None if Pillow has to."""
+        if not self._is_plain(mode):
+            return None
         try:
-            return _decode(self.data, mode) if self._is_plain(mode) else None
+            return _decode(self.data, mode)
         except Exception:  # Pillow decides what is wrong with the file, if anything
             return None
 
     def memory_bytes(self, mode: str) -> int:
         """Return the memory that it takes at most while it is decoded, and resized for a network that sees ``mode``."""
         image = self.image
-        try:
-            is_plain = self._is_plain(mode)
-        except Exception:  # as above
-            is_plain = False
         of_format = _PIXEL_BYTES.get(image.format or "", _OTHER_PIXEL_BYTES)
-        return image.width * image.height * (_PLAIN_PIXEL_BYTES if is_plain else of_format)
+        return image.width * image.height * (_PLAIN_PIXEL_BYTES if self._is_plain(mode) else of_format)
 
     def _is_plain(self, mode: str) -> bool:
         image = self.image
-        is_jpeg = HAS_SIMPLEJPEG and image.format == "JPEG" and image.mode == mode
-        return is_jpeg and _is_upright(image) and _agrees()
+        if not HAS_SIMPLEJPEG or image.format != "JPEG" or image.mode != mode or not _agrees():
+            return False
+        try:
+            return _is_upright(image)
+        except Exception:  # of damaged EXIF, which Pillow decides about too
+            return False
 
     def decode(self, background: str = BACKGROUNDS[0]) -> Image.Image:
         """Decode the first frame, upright; may be called once.  See :func:`decode_image`."""
