@@ -130,13 +130,14 @@ EXPORTED: Final = ("model.onnx", "model-any-size.onnx")  # the graphs of a folde
 
 def why_no_bundle(folder: Path) -> str:
     """Return why a folder is no bundle, and what to do; empty if it has a manifest."""
+    manifest = folder / "manifest.json"
     try:
-        (folder / "manifest.json").stat()
+        manifest.stat()
         return ""
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        return f"user {os.geteuid()} cannot read {folder} ({error.strerror}); check the path and its permissions"
+        return f"user {os.geteuid()} cannot read {manifest} ({error.strerror}); check the path and its permissions"
     if any((folder / graph).exists() for graph in EXPORTED):
         return (
             f"{folder} was written by psc-export and is no bundle; give the bundle that it came from, "
