@@ -26,13 +26,13 @@ from benchmarks.checkpoints import Trained
 from benchmarks.data import random_images
 from benchmarks.ood.settings import SETTINGS, Setting
 from benchmarks.runs import Json, Run
-from psc_core.checks import check_values
+from psc_core.checks import Checks, check_values
 from psc_core.conformal import conformal_p_values
 from psc_core.data.dataset import ImageDataset, split_validation
-from psc_core.density import class_values
+from psc_core.density import class_values, draw_images
 from psc_core.errors import UsageError
 from psc_core.heads.base import Scored, entropy
-from psc_core.learnt import fit_added, fit_reviewed, is_answer, log_odds, widen
+from psc_core.learnt import Moments, fit_added, fit_reviewed, is_answer, log_odds, moments_of, widen
 from psc_core.metrics import auroc
 from psc_core.model import PSC
 
@@ -110,13 +110,15 @@ def today(model: PSC, sets: dict[str, Read]) -> Json:
 
 def rows(model: PSC, sets: dict[str, Read]) -> list[Json]:
     """Return mean and standard deviation over the draws of each measure, for each number and way of labels."""
-    found = []
+    found, density, checks = [], model.pipeline.scorer.density, model.pipeline.checks
+    assert checks is not None
     kinds = sorted({*sets["review"]["y"].tolist()})
+    fitted = moments_of(density), draw_images(density, checks.ascending.shape[1]), checks
     for count in COUNTS:
         for way in ("one kind", "named", "one class", "30 % wrong"):
             draws = [
                 one_draw(
-                    model,
+                    fitted,
                     sets,
                     count,
                     draw,
@@ -138,7 +140,14 @@ def rows(model: PSC, sets: dict[str, Read]) -> list[Json]:
 
 
 def one_draw(
-    model: PSC, sets: dict[str, Read], count: int, draw: int, kind: int | None, *, named: bool, wrong: bool
+    fitted: tuple[Moments, Tensor, Checks],  # of the classes, and images drawn from them
+    sets: dict[str, Read],
+    count: int,
+    draw: int,
+    kind: int | None,
+    *,
+    named: bool,
+    wrong: bool,
 ) -> Json | None:
     """Learn from one draw; None where there are too few images."""
     generator = torch.Generator().manual_seed(draw)
@@ -154,13 +163,10 @@ def one_draw(
     if wrong:
         replaced = min(round(WRONG * count), len(mistaken))
         w = torch.cat([w[replaced:], sample["w"][mistaken[:replaced]]])
-    checks, density = model.pipeline.checks, model.pipeline.scorer.density
-    assert checks is not None
-    learnt = fit_reviewed(density, w, labels, [str(each) for each in range(10)])
+    moments, images, checks = fitted
+    learnt = fit_reviewed(moments, w, labels, [str(each) for each in range(10)])
     values = {name: learnt(of["w"]).amax(1) for name, of in sets.items()}
-    new = checks.with_reviewed(
-        class_values(density, checks.ascending.shape[1], learnt.largest, values["sample"][places])
-    )
+    new = checks.with_reviewed(class_values(images, learnt.largest, values["sample"][places]))
     before = {name: checks.score(of["values"]) for name, of in sets.items()}
     after = {name: new.score(torch.cat([of["values"], values[name][:, None]], dim=1)) for name, of in sets.items()}
     same = torch.ones(len(near["y"]), dtype=torch.bool) if kind is None else near["y"] == kind

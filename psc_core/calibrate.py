@@ -63,7 +63,7 @@ from psc_core.checks import (
 from psc_core.compute import Compute, begin, count_images, track_images
 from psc_core.conformal import check_rates, effective_count, equal_scores, thin
 from psc_core.data.dataset import ImageDataset
-from psc_core.density import EXAMPLES, Density, can_extend, class_values, extend_density, widen_density
+from psc_core.density import EXAMPLES, Density, can_extend, class_values, draw_images, extend_density, widen_density
 from psc_core.errors import UsageError, warn
 from psc_core.fit_data import FitJob
 from psc_core.fit_parts import round_floats
@@ -307,7 +307,7 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
     pipeline, fitted = pipelines[chosen], checks[chosen]
     if chosen and fitted is not None and (reviewed := pipeline.scorer.reviewed) is not None:
         density, largest = copy.deepcopy(pipeline.scorer.density).cpu(), copy.deepcopy(reviewed).cpu().largest
-        fitted = fitted.with_reviewed(class_values(density, DRAWN, largest, inside[chosen][:, -1]))
+        fitted = fitted.with_reviewed(class_values(draw_images(density, DRAWN), largest, inside[chosen][:, -1]))
     if chosen:
         pipeline = pipeline.with_scorer(pipeline.scorer, checks=fitted)
     return Extension(pipeline, len(more), chosen, aurocs)
@@ -441,7 +441,7 @@ def learn(
         raise UsageError("the model has no checks, to which another could be added; fit it again with ood_score checks")
     unknown, scorer = with_enough(unknown), pipeline.scorer
     density, checks = copy.deepcopy(scorer.density).cpu(), copy.deepcopy(pipeline.checks).cpu().without_reviewed()
-    kinds, names, count = unknown.first_labels(), unknown.classes, max(DRAWN, checks.ascending.shape[1])
+    kinds, names = unknown.first_labels(), unknown.classes
 
     @torch.inference_mode()
     def read(images: Tensor) -> dict[str, Tensor]:
@@ -453,7 +453,7 @@ def learn(
         return checks.score(of["values"])
 
     def checks_with(reviewed: Reviewed) -> Checks:
-        return checks.with_reviewed(class_values(density, count, reviewed.largest, reviewed.largest(inside["w"])))
+        return checks.with_reviewed(class_values(drawn, reviewed.largest, reviewed.largest(inside["w"])))
 
     def score_with(reviewed: Reviewed, new: Checks) -> Callable[[Mapping[str, Tensor]], Tensor]:
         return lambda of: new.score(torch.cat([of["values"], reviewed.largest(of["w"])[:, None]], dim=1))
@@ -462,6 +462,7 @@ def learn(
     seen = by_transform(batches, read)[REVIEWED]
     made = by_transform(synthetic_batches(real, compute, "synthetic OOD images", mixed=mixed, seed=0), read)
     inside, moments = made.pop(REAL), moments_of(density)
+    drawn = draw_images(density, max(DRAWN, checks.ascending.shape[1]))
     ranks = torch.zeros(2, len(kinds), dtype=torch.float64)  # of reviewed images among those of the classes
     of_real = torch.zeros(2, len(inside["w"]), dtype=torch.float64)  # fraction of reviewed images above each of these
     for part in range(PARTS):

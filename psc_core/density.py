@@ -481,25 +481,31 @@ def class_covariances(density: Density) -> Iterator[Float[Tensor, "P P"]]:
         yield from [torch.eye(kept, dtype=torch.float64, device=density.basis.device)] * len(density.constants)
 
 
-def class_values(
-    density: Density,
-    count: int,
-    value: Callable[[Tensor], Float[Tensor, " n"]],  # of n images, from w
-    like: Float[Tensor, " m"] | None = None,
-) -> Float[Tensor, " count"]:
-    """Return values of images drawn from the density's Gaussians, the same on every call, on the CPU.
-
-    They get the median and the mean deviation from it of values ``like`` those of images to come, of which there may be
-    few: another camera moves both.
-    """
-    generator, values = torch.Generator().manual_seed(0), torch.empty(count, dtype=torch.float64)
+def draw_images(density: Density, count: int) -> Float[Tensor, "count P"]:
+    """Return w of images drawn from the density's Gaussians, the same on every call, on the CPU."""
+    generator = torch.Generator().manual_seed(0)
     classes = torch.multinomial(class_proportions(density).cpu(), count, replacement=True, generator=generator)
+    drawn = torch.empty(count, density.basis.shape[1], dtype=torch.float64)
     for k, centre in enumerate(density.get_buffer("centres").cpu()):
         of_class = classes == k
         w = torch.randn(int(of_class.sum()), len(centre), generator=generator, dtype=torch.float64)
         if isinstance(density, ClasswiseDensity) and len(w):
             w = torch.linalg.solve(density.whiteners[k].double().cpu(), w.T).T
-        values[of_class] = value(w + centre).double()
+        drawn[of_class] = w + centre
+    return drawn
+
+
+def class_values(
+    drawn: Float[Tensor, "n P"],  # :func:`draw_images`
+    value: Callable[[Tensor], Float[Tensor, " n"]],  # of n images, from w
+    like: Float[Tensor, " m"] | None = None,
+) -> Float[Tensor, " n"]:
+    """Return values of drawn images.
+
+    They get the median and the mean deviation from it of values ``like`` those of images to come, of which there may be
+    few: another camera moves both.
+    """
+    values = value(drawn).double()
     if like is not None:
         middle, wanted = values.median(), like.double().median()
         scale = (like.double() - wanted).abs().mean() / (values - middle).abs().mean()

@@ -55,7 +55,14 @@ from torch.nn import functional
 from psc_core import linalg
 from psc_core.checks import REVIEWED
 from psc_core.data.dataset import ImageDataset
-from psc_core.density import Density, Extended, class_covariances, class_proportions, class_values
+from psc_core.density import (
+    Density,
+    Extended,
+    class_covariances,
+    class_proportions,
+    class_values,
+    draw_images,
+)
 from psc_core.errors import UsageError
 from psc_core.fitted import Fitted
 from psc_core.heads.base import CONSTANT_COLUMN, Scored, score_classes
@@ -265,8 +272,9 @@ def fit_added(
         held[part == each] = of_part + 0.5 * spread / len(others) - 0.5 * spread / n  # ‖m‖² of fewer images is larger
     wide = torch.cat([means, w.mean(0)[None]])
     real = discriminant(old, wide)
-    drawn = class_values(density, DRAWN, lambda w: discriminant(w, wide), real if len(real) else None).double()
-    x = torch.cat([held, drawn])
+    drawn = draw_images(density, DRAWN)
+    values = class_values(drawn, lambda w: discriminant(w, wide), real if len(real) else None).double()
+    x = torch.cat([held, values])
     targets = torch.tensor([(n + 1) / (n + 2)] * n + [1 / (DRAWN + 2)] * DRAWN, dtype=torch.float64)
     weights = torch.tensor([1 / n] * n + [len(means) / DRAWN] * DRAWN, dtype=torch.float64)
     size = x.abs().max().clamp(min=1)

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from psc_core import PRESETS, PSC, PSCRegressor, load_model, open_dataset
 from psc_core.answers import CLASSIFICATION_DECISIONS
 from psc_core.bundle import GRAPH, MAX_ARGUMENT, MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES, PARTS, Manifest
-from psc_core.density import DENSITIES, class_values
+from psc_core.density import DENSITIES, class_values, draw_images
 from psc_core.errors import BundleError
 from psc_core.export.folder import RUNTIMES
 from psc_core.export.graph import export_graphs
@@ -105,7 +105,7 @@ def learn_garments(bundle: Path, data_root: Path, out: Path) -> None:
     kinds = garments.subset(torch.arange(40))
     learnt = fit_reviewed(scorer.density, w, kinds.first_labels(), kinds.classes, ["2026-11-12"] * 40)
     learnt = store_images(learnt, kinds, w)
-    checks = checks.with_reviewed(class_values(scorer.density, checks.ascending.shape[1], learnt.largest))
+    checks = checks.with_reviewed(class_values(draw_images(scorer.density, checks.ascending.shape[1]), learnt.largest))
     pipeline = psc.pipeline.with_scorer(scorer.replace(reviewed=learnt), checks=checks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -17,6 +17,7 @@ from psc_core.density import (
     class_covariances,
     class_proportions,
     class_values,
+    draw_images,
     fit_density,
 )
 from psc_core.density import extend_density as extend
@@ -84,8 +85,8 @@ def test_directions_are_those_of_the_twin(kind: str) -> None:
 def test_values_of_the_classes_are_those_of_images_drawn_from_them(kind: str) -> None:
     density, unknown = fitted(kind, dim=5)
     reviewed = fit_reviewed(density, density.coordinates(unknown), torch.arange(40) % 2, NAMES)
-    values = class_values(density, 20_000, reviewed.largest)
-    assert torch.equal(values, class_values(density, 20_000, reviewed.largest))
+    values = class_values(draw_images(density, 20_000), reviewed.largest)
+    assert torch.equal(values, class_values(draw_images(density, 20_000), reviewed.largest))
     drawn = []
     for k, (share, covariance) in enumerate(zip(class_proportions(density), class_covariances(density), strict=True)):
         root, count = torch.linalg.cholesky(covariance), round(20_000 * float(share))
@@ -99,16 +100,16 @@ def test_values_of_the_classes_are_those_of_images_drawn_from_them(kind: str) ->
 def test_one_kind_of_value_has_mean_zero_and_deviation_one() -> None:
     density, unknown = fitted("tied")
     reviewed = fit_reviewed(density, density.coordinates(unknown), torch.zeros(40, dtype=torch.int64), NAMES)
-    values = class_values(density, 20_000, reviewed.largest)
+    values = class_values(draw_images(density, 20_000), reviewed.largest)
     assert float(values.mean()) == pytest.approx(0, abs=0.03) and float(values.std()) == pytest.approx(1, abs=0.03)
     assert float(reviewed(density.coordinates(unknown)).mean()) > 1
     like = 4 + 3 * torch.randn(4000, generator=torch.Generator().manual_seed(0))
-    moved = class_values(density, 20_000, reviewed.largest, like)
+    moved = class_values(draw_images(density, 20_000), reviewed.largest, like)
     assert float(moved.median()) == pytest.approx(float(like.median()), abs=1e-3)
     deviations = [float((each - each.median()).abs().mean()) for each in (moved, like)]
     assert deviations[0] == pytest.approx(deviations[1], rel=1e-3)
     equal = torch.full((9,), 7.0)  # They say nothing of a deviation.
-    same = class_values(density, 100, reviewed.largest, equal)
+    same = class_values(draw_images(density, 100), reviewed.largest, equal)
     assert float(same.median()) == 7 and float(same.std()) == pytest.approx(1, abs=0.2)
 
 
@@ -135,7 +136,7 @@ def test_degenerate_images_give_finite_values(counts: list[int], scale: float, c
     kinds = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     reviewed = fit_reviewed(density, density.coordinates(features), kinds, NAMES)
     assert reviewed(density.coordinates(features)).isfinite().all() and len(reviewed.kinds) == len(counts)
-    assert class_values(density, 50, reviewed.largest).isfinite().all()
+    assert class_values(draw_images(density, 50), reviewed.largest).isfinite().all()
 
 
 def images_of_kinds(counts: list[int]) -> ImageDataset:
