@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--images", metavar="PREFIX", help=text)
     text = (
         "instead of unreviewed images those reviewed as none_of_the_classes without a name, in clusters of what this "
-        "bundle sees; --csv gets a name for each cluster, for people to correct"
+        "bundle sees; the log gets a name for each cluster, or else --csv, for people to correct"
     )
     command.add_argument("--clusters", type=Path, metavar="BUNDLE", help=text)
     text = "replace the files of --out and --csv, with what people may have written there"
@@ -82,11 +82,11 @@ def review(args: argparse.Namespace) -> None:
     from psc_core.log.review import review as choose
     from psc_core.log.store import open_log
 
-    if args.out is None and args.csv is None:
-        raise UsageError("there is nothing to write; give --out FILE, --csv FILE or both")
     if args.clusters is not None:
         review_clusters(args)
         return
+    if args.out is None and args.csv is None:
+        raise UsageError("there is nothing to write; give --out FILE, --csv FILE or both")
     log = open_log(args.log)
     chosen = choose(log, read_labels(log), model=args.model, sampled=args.sample, limit=args.limit)
     if not chosen:
@@ -107,33 +107,41 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def review_clusters(args: argparse.Namespace) -> None:
-    """Write images reviewed as none of the classes, cluster by cluster, to a CSV that ``psc-log import`` takes."""
+    """Name images reviewed as none of the classes by cluster, in the log or in a CSV that ``psc-log import`` takes."""
     from psc_core.calibrate import clusters_of
-    from psc_core.log.labels import NONE_OF_THE_CLASSES, OF
+    from psc_core.log.labels import LATER, NONE_OF_THE_CLASSES, OF, Label, write_labels
     from psc_core.log.review import path_prefix
     from psc_core.log.sample import labelled_data, unknown_of
-    from psc_core.log.store import open_log
+    from psc_core.log.store import logged_model, open_log
     from psc_core.model import load_model
 
-    if args.csv is None or args.out is not None or args.sample:
-        raise UsageError("--clusters goes with --csv FILE, and without --out and --sample")
+    if args.out is not None or args.sample:
+        raise UsageError("--clusters goes without --out and --sample")
     log = open_log(args.log)
-    prefix = path_prefix(log) if args.images is None else args.images
+    prefix, of = path_prefix(log) if args.images is None else args.images, logged_model(log, args.model)
     model = load_model(args.clusters, device=args.device, allow_factories=args.allow_factories)
-    images = [image for image in unknown_of(log, model, args.model) if image.label is None]
+    images = [image for image in unknown_of(log, model, of) if image.label is None]
     if not images:
         raise UsageError(f"{args.log} has no image reviewed as none_of_the_classes without a name")
     _check_files(args)
     clusters = clusters_of(model, labelled_data(log, model, images))
     rows = sorted(zip(clusters, images, strict=True), key=lambda row: row[0])
-    with args.csv.open("w", newline="", encoding="utf-8") as file:
-        lines = csv.writer(file)
-        lines.writerow(["image", "image_sha256", "day", "label"])
-        for at, image in rows:
-            label = f"{NONE_OF_THE_CLASSES}{OF}cluster {at + 1}"
-            lines.writerow([prefix + image.path, image.sha256, image.day.isoformat(), label])
+    named = [(f"cluster {at + 1}", image) for at, image in rows]
+    if args.csv is None:
+        times = [(image.label_time or image.time) + LATER for _, image in named]
+        given = [(None, None, image.sha256, NONE_OF_THE_CLASSES, name, "psc-log review") for name, image in named]
+        write_labels(log, [Label(*each, time, of) for each, time in zip(given, times, strict=True)])
+        then = "the page's Review tab names them (To name)"
+    else:
+        with args.csv.open("w", newline="", encoding="utf-8") as file:
+            lines = csv.writer(file)
+            lines.writerow(["image", "image_sha256", "day", "label"])
+            for name, image in named:
+                label = f"{NONE_OF_THE_CLASSES}{OF}{name}"
+                lines.writerow([prefix + image.path, image.sha256, image.day.isoformat(), label])
+        then = f"give each its name in {args.csv}, import it"
     sizes = ", ".join(str(count) for _, count in sorted(Counter(clusters).items()))
-    print(f"{len(images)} images in {max(clusters) + 1} clusters: {sizes}; give each its name in {args.csv}, import it")
+    print(f"{len(images)} images in {max(clusters) + 1} clusters: {sizes}; {then}")
 
 
 def import_labels(args: argparse.Namespace) -> None:

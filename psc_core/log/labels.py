@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ LABEL: Final = "label"
 NONE_OF_THE_CLASSES: Final = "none_of_the_classes"
 CANNOT_TELL: Final = "cannot_tell"
 OF: Final = ":"  # between ``none_of_the_classes`` and a name that people give to what they see
+_CLUSTER: Final = re.compile(r"cluster [1-9][0-9]*")
+LATER: Final = timedelta(microseconds=1)  # than the label that a command replaces: what people say meanwhile counts
 Key = tuple[str | None, str | int | None]  # a request and a position, or a model and the digest of an image
 
 
@@ -45,6 +48,11 @@ def check_name(text: str) -> str:
     if (kind := name.partition(OF)[0]) in LABEL_KINDS[1:]:
         raise DataError(f"expected a name, got {name!r}; say kind={kind} to POST /feedback, or choose another name")
     return name
+
+
+def is_cluster(kind: str | None, name: str | None) -> bool:
+    """Return whether what is none of the classes has only the name of a cluster, which counts as none."""
+    return kind == NONE_OF_THE_CLASSES and _CLUSTER.fullmatch(name or "") is not None
 
 
 @dataclass(frozen=True)
@@ -130,9 +138,8 @@ def rename(log: Log, model: str, old: str, new: str) -> int:
     """
     of_old = (each for each in read_labels(log).last() if (each.kind, each.label) == (LABEL, compose(old)))
     kind, text = (new, compose(old)) if new == NONE_OF_THE_CLASSES else (LABEL, check_name(new))
-    later = timedelta(microseconds=1)  # What was said since then, of the same image in another request, still counts.
     found = [
-        replace(each, kind=kind, label=text, source="psc-log rename", time=each.time + later)
+        replace(each, kind=kind, label=text, source="psc-log rename", time=each.time + LATER)
         for each in of_old
         if each.model in (model, None)
     ]

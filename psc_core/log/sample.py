@@ -45,7 +45,7 @@ from psc_core.conformal import effective_count
 from psc_core.data.dataset import ImageDataset, label_images
 from psc_core.errors import UsageError
 from psc_core.log import store
-from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, join_labels, read_labels
+from psc_core.log.labels import CANNOT_TELL, LABEL, NONE_OF_THE_CLASSES, is_cluster, join_labels, read_labels
 from psc_core.log.store import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, Log
 from psc_core.model import FittedModel
 
@@ -64,7 +64,7 @@ class LoggedLabel:
     path: str
     probability: float  # of being drawn into the random sample; of one that counts, of being reviewed too
     kind: str | None  # one of :data:`psc_core.log.labels.LABEL_KINDS`; None until somebody reviews it
-    label: str | None
+    label: str | None  # None too for the name of a cluster, which nobody gave
     label_time: datetime | None = None
 
     @property
@@ -227,6 +227,7 @@ def images_of(rows: Iterable[Any], classes: Collection[str] = ()) -> list[Logged
             before = found.get(sha256)
             kind, label, time = row["kind"], row["true_label"], row["label_time"]
             kind = LABEL if kind == NONE_OF_THE_CLASSES and label in classes else kind
+            label = None if is_cluster(kind, label) else label
             if before and before.label_time and (time is None or before.label_time > time):
                 kind, label, time = before.kind, before.label, before.label_time
             probability = max(row["sample_probability"], before.probability if before else 0.0)

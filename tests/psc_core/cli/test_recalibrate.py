@@ -2,6 +2,8 @@ import csv
 import hashlib
 import json
 import shutil
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +11,14 @@ import pytest
 
 from psc_core.bundle import read_bundle
 from psc_core.cli import log as cli
+from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import PRESETS
-from psc_core.log.labels import read_answers
+from psc_core.log.labels import Label, read_answers, read_labels, write_labels
+from psc_core.log.sample import read_unknown
+from psc_core.model import FittedModel, load_model
 from tests.conftest import ROOT
-from tests.logged import Logged, dimmed, png, write_log
+from tests.logged import NOW, Logged, dimmed, png, write_log
 from tests.psc_core.cli.support import run
 
 
@@ -116,9 +121,46 @@ def test_what_nobody_named_comes_in_clusters(data_root: Path, tmp_path: Path, ca
     empty = write_log(tmp_path / "named", images[-4:])
     code, _, err = run(capsys, cli.main, ["review", empty.where, *words[2:], "--csv", str(file)])
     assert code == 2 and "no image reviewed as none_of_the_classes without a name" in err
-    for more in ([], ["--csv", str(file), "--sample"], ["--out", str(tmp_path / "tasks.json")]):
+    for more in (["--csv", str(file), "--sample"], ["--out", str(tmp_path / "tasks.json")]):
         code, _, err = run(capsys, cli.main, [*words, *more])
-        assert code == 2 and ("nothing to write" in err or "goes with --csv FILE" in err)
+        assert code == 2 and "--clusters goes without --out and --sample" in err
+
+
+def test_clusters_are_names_until_people_give_theirs(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [Logged(png(np.full((28, 28), 9 * i, np.uint8)), "none_of_the_classes") for i in range(6)]
+    log = write_log(tmp_path / "log", [*images[:5], replace(images[5], label="hedgehog")])
+    later = NOW
+
+    def said(image: Logged, model: str = "digits") -> tuple[str, str | None] | None:
+        last = read_labels(log).of(model, "", 0, image.sha256)
+        return last and (last.kind, last.label)
+
+    def clusters(model: FittedModel, found: ImageDataset) -> list[int]:
+        nonlocal later  # Meanwhile a person names the first image.
+        write_labels(log, [Label(None, None, images[0].sha256, "cannot_tell", None, "page", later, "digits")])
+        return [i % 2 for i in range(len(found))]
+
+    monkeypatch.setattr("psc_core.calibrate.clusters_of", clusters)
+    words = ["review", log.where, "--clusters", str(tiny_bundle), "--allow-factories", "tests.tiny:network"]
+    later += timedelta(seconds=1)
+    code, text, err = run(capsys, cli.main, words)
+    assert code == 0 and "5 images in 2 clusters: 3, 2; the page's Review tab names them (To name)" in text, err
+    ordered = sorted(images[:5], key=lambda image: image.sha256)
+    names = ["cluster 1", "cluster 2"] * 3
+    for image, name in zip(ordered, names, strict=False):
+        one = ("cannot_tell", None) if image is images[0] else ("none_of_the_classes", name)
+        assert said(image) == one and said(image, "another") is None
+    assert said(images[5]) == ("none_of_the_classes", "hedgehog")
+    model = load_model(tiny_bundle, device="cpu", allow_factories=("tests.tiny:network",))
+    assert read_unknown(log, model)[0].classes == ("none_of_the_classes", "hedgehog")
+    code, text, err = run(capsys, cli.main, words)  # What has only the name of a cluster is grouped anew.
+    assert code == 0 and "4 images in 2 clusters: 2, 2;" in text, err
+    others = [image for image in ordered if image is not images[0]]
+    assert [said(image) for image in others] == [("none_of_the_classes", name) for name in names[:4]]
+    code, text, err = run(capsys, cli.main, [*words, "--csv", str(tmp_path / "to-name.csv")])
+    assert code == 0 and "4 images in 2 clusters" in text and "import it" in text, err
 
 
 def test_learns_what_people_reviewed(data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
