@@ -57,9 +57,12 @@ def add_label(writer: LogWriter, label: Label) -> FeedbackDocument:
 
 
 def to_review(writer: LogWriter, query: _ReviewQuery) -> tuple[list[Unreviewed], dict[str, LoggedModel], date | None]:
-    """Return the newest logged images without a label, their models by version, and how far back the search came."""
-    writer.flush(writer.search_seconds)
-    found = writer.review.newest(query.limit, writer.search_seconds, query.decision.split(","), query.model)
+    """Return the logged images without a label or a name, their models by version, and how far back the search came."""
+    writer.flush(seconds := writer.search_seconds)
+    if query.to_name:
+        found = writer.review.to_name(query.limit, seconds, query.model)
+    else:
+        found = writer.review.newest(query.limit, seconds, query.decision.split(","), query.model)
     models = {each: read_model(writer.log, each) for each in {image.row["bundle_version"] for image in found}}
     return found, models, writer.review.back_to
 
@@ -183,7 +186,7 @@ _HEADERS: Final = {
 
 
 class ImageToReview(Document):
-    """A logged image without a label."""
+    """A logged image without a label, or without a name of its own."""
 
     request_id: str
     image_index: int
@@ -193,6 +196,7 @@ class ImageToReview(Document):
     model: str
     bundle_version: str
     decision: str
+    name: str | None = Field(description="The name of its cluster, with `to_name`; else null.")
     label: str | None = Field(description="The most probable class; null for a regression.")
     likely: dict[str, float] = Field(description="The most probable classes, at most ten, with their probabilities.")
     policy: dict[str, Any] = Field(description="The thresholds behind the decision.")
@@ -214,7 +218,7 @@ _BACK_TO: Final = "The day back to which the log was searched, where there was n
 class ReviewDocument(Document):
     """Images for people to review."""
 
-    images: list[ImageToReview] = Field(description="The images, the newest first.")
+    images: list[ImageToReview] = Field(description="The images, the newest first, or by cluster.")
     models: dict[str, ReviewedModel] = Field(description="Their models, by `bundle_version`.")
     back_to: date | None = Field(description=_BACK_TO)
 
@@ -226,6 +230,11 @@ class _ReviewQuery(BaseModel):
         default=_NAMES.removeprefix(f"{ACCEPT}|").replace("|", ","),
         pattern=f"^({_NAMES})(,({_NAMES}))*$",
         description="Decisions, separated by commas; `accept` lists accepted images of the random sample.",
+    )
+    to_name: bool = Field(
+        default=False,
+        description="Instead those of any decision that people reviewed as none of the classes and only `psc-log "
+        "review --clusters` named, cluster by cluster, the largest first.",
     )
 
 
@@ -295,4 +304,4 @@ def _image(found: Unreviewed, models: dict[str, LoggedModel]) -> ImageToReview:
     taken = {name: row[name] for name in ImageToReview.model_fields if name in row}
     made = {"file": PurePosixPath(row[IMAGE_PATH]).name, "model": found.model, "scores": found.scores}
     made |= {"policy": json.loads(row["policy"]), "checks": dict(row["checks"] or ())}
-    return ImageToReview(**(taken | made), likely={label: probability for probability, label in likely})
+    return ImageToReview(**(taken | made), name=found.name, likely={label: share for share, label in likely})

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from psc_core.answers import ACCEPT
 from psc_core.log import store
-from psc_core.log.labels import CANNOT_TELL, Labels, label_files, label_keys, read_label_file, row_keys
+from psc_core.log.labels import CANNOT_TELL, Labels, is_cluster, label_files, label_keys, read_label_file, row_keys
 from psc_core.log.store import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, Log
 
 MAX_CANDIDATES: Final = 100_000  # maximum number of a model's images that are considered, the newest ones
@@ -208,12 +208,13 @@ _Label = tuple[datetime, str, str | None]  # its time, kind and label
 
 @dataclass(frozen=True)
 class Unreviewed:
-    """A logged image that nobody has reviewed yet."""
+    """A logged image that nobody has reviewed or named yet."""
 
     model: str
     row: dict[str, Any]  # its columns without scores
     scores: Mapping[str, float]
     file: str  # with its row
+    name: str | None = None  # that of its cluster, if people reviewed it
 
 
 class ReviewQueue:
@@ -223,6 +224,7 @@ class ReviewQueue:
         self._log = log
         self._read: set[str] = set()
         self._last: dict[int, _Label] = {}  # by the hashes of the keys of reviewed images
+        self._clustered: set[str | None] = set()  # the digests of the images that a cluster has named
         self.back_to: date | None = None  # the day that the last search came to when its time was over, if it was
 
     def newest(self, limit: int, seconds: float, decisions: Sequence[str], model: str | None) -> list[Unreviewed]:
@@ -237,14 +239,28 @@ class ReviewQueue:
                 found.setdefault(each.row[SHA256], each)
             if len(found) >= limit:
                 break
-        # The probabilities, thousands for some models, are read for these images alone.
-        rows = {(each.row[REQUEST_ID], each.row[IMAGE_INDEX]): each.row for each in found.values()}
+        return self._with_probabilities([*found.values()])
+
+    def to_name(self, limit: int, seconds: float, model: str | None) -> list[Unreviewed]:
+        """Return the images that only a cluster has named, cluster by cluster, the largest first, as :meth:`newest`."""
+        self._read_labels(ends := time.monotonic() + seconds)
+        clusters = defaultdict[tuple[str, str | None], dict[str, Unreviewed]](dict)
+        for each in self._stored(ends, [], model):
+            _, kind, name = self._label(each) or (None, None, None)
+            if is_cluster(kind, name) and store.is_stored(each.row[SHA256], each.row[IMAGE_PATH]):
+                clusters[each.model, name].setdefault(each.row[SHA256], replace(each, name=name))
+        largest = sorted(clusters.values(), key=len, reverse=True)
+        return self._with_probabilities([each for of in largest for each in of.values()][:limit])
+
+    def _with_probabilities(self, found: list[Unreviewed]) -> list[Unreviewed]:
+        """Add the probabilities, thousands for some models, which are read for these images alone."""
+        rows = {(each.row[REQUEST_ID], each.row[IMAGE_INDEX]): each.row for each in found}
         wanted = store.arrow().dataset.field(REQUEST_ID).isin([request_id for request_id, _ in rows])
-        for name in {each.file for each in found.values()}:
+        for name in {each.file for each in found}:
             for batch in store.rows_of_file(self._log, name, wanted, [REQUEST_ID, IMAGE_INDEX, "probabilities"]):
                 for *key, probabilities in zip(*(column.to_pylist() for column in batch), strict=True):
                     rows.get(tuple(key), {})["probabilities"] = probabilities
-        return list(found.values())
+        return found
 
     def checked(self, model: str, version: str, since: datetime, seconds: float) -> tuple[int, int]:
         """Return how many accepted images of the random sample people could label, and how many answers were right."""
@@ -261,10 +277,11 @@ class ReviewQueue:
     def _stored(
         self, ends: float, decisions: Sequence[str], model: str | None, first: date = date.min
     ) -> Iterator[Unreviewed]:
-        """Yield logged images with these decisions, those of the last files first; of accepted ones a sample."""
+        """Yield images with these decisions, of accepted ones a sample, or else of clusters; the last files first."""
         pa: Any = store.arrow()
         ds, self.back_to = pa.dataset, None
         wanted = ds.field("decision").isin(decisions) & ((ds.field("decision") != ACCEPT) | ds.field("sampled"))
+        wanted = wanted if decisions else ds.field(SHA256).isin(pa.array(self._clustered, pa.string()))
         wanted &= ds.field(IMAGE_PATH).is_valid() & ds.field(SHA256).is_valid()
         for name, of in _files(self._log):
             if (day := date.fromisoformat(name.partition("/day=")[2][:10])) < first:
@@ -294,8 +311,10 @@ class ReviewQueue:
             if time.monotonic() > ends:
                 return
             names = new[start : start + _FILES]
-            for key, label in _labels(self._log, names):
+            for sha256, key, label in _labels(self._log, names):
                 self._last[key] = max(label, self._last.get(key, label))
+                if is_cluster(*label[1:]):
+                    self._clustered.add(sha256)
             self._read.update(names)
 
 
@@ -308,7 +327,7 @@ def _files(log: Log) -> Iterator[tuple[str, str]]:
         yield from ((name, model) for _, name, model in sorted(files, reverse=True))
 
 
-def _labels(log: Log, names: Sequence[str]) -> Iterator[tuple[int, _Label]]:
+def _labels(log: Log, names: Sequence[str]) -> Iterator[tuple[str | None, int, _Label]]:
     pa: Any = store.arrow()
     try:
         paths = [log.path(name) for name in names]
@@ -319,4 +338,4 @@ def _labels(log: Log, names: Sequence[str]) -> Iterator[tuple[int, _Label]]:
             read_label_file(log, name)  # It names a damaged file.
         raise
     for *named, at, kind, label in zip(*(column.to_pylist() for column in labels), strict=True):
-        yield from ((hash(key), (at, kind, label)) for key in label_keys(*named))
+        yield from ((named[-1], hash(key), (at, kind, label)) for key in label_keys(*named))

@@ -25,7 +25,7 @@ from psc_core.log.review import (
     to_csv,
     to_label_studio,
 )
-from psc_core.log.store import Log
+from psc_core.log.store import Log, image_path
 from tests.psc_core.log.support import TIME, add_values, digest, make_log, put_rows, row
 
 
@@ -206,6 +206,39 @@ def test_what_was_reviewed_erased_or_not_stored_is_skipped(tmp_path: Path) -> No
     write_label(log, "r4", None)
     assert names(log) == ["r2"]
     assert names(make_log(tmp_path / "empty", 0)) == []
+
+
+def test_what_only_a_cluster_has_named_comes_by_cluster(tmp_path: Path) -> None:
+    log = make_log(tmp_path, 8)  # Accepted ones too.
+    put_rows(log, [abstained(8), abstained(9, image_path=None)])
+    put_rows(log, [abstained(21, image_sha256=digest(1), image_path=image_path(digest(1), "png"))], model="other")
+    queue = ReviewQueue(log)
+
+    def name(text: str | None, *indices: int, model: str = "m", kind: str = "none_of_the_classes", at: int = 0) -> None:
+        time = TIME + timedelta(seconds=at)
+        write_labels(log, [Label(None, None, digest(n), kind, text, "x", time, model) for n in indices])
+
+    def got(limit: int = 99, model: str | None = None) -> list[tuple[str, str, str | None]]:
+        found = queue.to_name(limit, FAR, model)
+        assert all("probabilities" in each.row for each in found)
+        return [(each.model, each.row["request_id"], each.name) for each in found]
+
+    assert got() == []
+    name("cluster 1", 1, 2)
+    name("cluster 2", 3, 4, 8, 9)
+    name("cluster 1", 1, model="other")
+    name("cluster 12 of them", 5)
+    name("cluster 3", 6, kind="label")  # A class of that name.
+    name(None, 7)
+    second = sorted([("m", f"r{n}", "cluster 2") for n in (3, 4, 8)])
+    assert sorted(got(3)) == second and sorted(got()[:3]) == second
+    assert sorted(got()[3:5]) == [("m", "r1", "cluster 1"), ("m", "r2", "cluster 1")]
+    assert got()[5:] == got(model="other") == [("other", "r21", "cluster 1")]
+    assert names(log) == [] and queue.to_name(9, -1.0, None) == [] and queue.back_to is not None
+    name("hedgehog", 4, 8, at=1)
+    assert sorted(got()[:2]) == [("m", "r1", "cluster 1"), ("m", "r2", "cluster 1")]
+    name("cluster 1", 3, at=1)  # Grouped anew.
+    assert sorted(got(model="m")) == [("m", f"r{n}", "cluster 1") for n in (1, 2, 3)]
 
 
 def test_labels_are_read_once_and_as_time_allows(tmp_path: Path) -> None:

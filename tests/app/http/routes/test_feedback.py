@@ -266,6 +266,25 @@ async def test_the_sample_of_accepted_images_is_listed_if_asked_for_and_counted_
         assert await counts("v") == (0, 0)  # Of a number, nothing is simply right.
 
 
+async def test_what_only_a_cluster_has_named_is_listed_for_a_name(tmp_path: Path) -> None:
+    async with running(**{**settings(tmp_path), "log_sample": 1.0}) as app:
+        sent = [await predict(app, value) for value in (*range(5), BETWEEN)]
+        for name, of in zip(("cluster 1", "cluster 2", None), (sent[:2], sent[2:5], sent[5:]), strict=True):
+            for each in of:
+                assert (await give(app, request_id=each, kind="none_of_the_classes", label=name))[0] == 200
+        listed = (await shown(app, to_name=True))["images"]
+        expected = [*[("cluster 2", each[3:52]) for each in sent[4:1:-1]], ("cluster 1", sent[1][3:52])]
+        assert [(each["name"], each["request_id"]) for each in listed] == [*expected, ("cluster 1", sent[0][3:52])]
+        assert {each["decision"] for each in listed} == {"accept"} and listed[0]["likely"]
+        limited = (await shown(app, to_name=True, model="m", limit=4, decision="abstain_ood"))["images"]
+        assert [(each["name"], each["request_id"]) for each in limited] == expected
+        assert (await shown(app, to_name=True, model="v"))["images"] == []
+        new = await predict(app, BETWEEN + 1)
+        assert [(each["name"], each["request_id"]) for each in (await shown(app))["images"]] == [(None, new[3:52])]
+        answer = await app.client.get("/feedback/images", params={"to_name": "perhaps"}, headers=KEY)
+        assert (answer.status_code, answer.json()["type"]) == (400, "urn:psc:problem:malformed")
+
+
 async def test_a_search_that_had_no_time_for_all_says_so(tmp_path: Path) -> None:
     async with running(**settings(tmp_path)) as app:
         put_rows(open_log(tmp_path), [row(1, decision="abstain_ood")])
