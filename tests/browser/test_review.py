@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from psc_core.log.erase import erase
-from psc_core.log.labels import read_label_file
+from psc_core.log.labels import Label, read_label_file, read_labels, write_labels
 from psc_core.log.store import Log, open_log
 from tests.app.fakes import FakeModel, FakeValueModel, png
 from tests.app.live import live_server
@@ -213,6 +215,86 @@ def test_what_is_none_of_the_classes_gets_a_name(driver: Driver, url: str, log: 
     assert errors(driver) == []
 
 
+def cluster(log: Log, url: str, sizes: dict[str, range]) -> dict[str, str]:
+    """Send images, and name them by cluster as ``psc-log review --clusters`` does; return the digest of each."""
+    values = [(name, value) for name, some in sizes.items() for value in some]
+    files = [("images", (f"{value}.png", png(value))) for _, value in values]
+    assert HTTP.post(f"{url}/predict", files=files).status_code == 200
+    found = {f"{name} {value}": hashlib.sha256(png(value)).hexdigest() for name, value in values}
+    of = [(name.rsplit(" ", 1)[0], sha256) for name, sha256 in found.items()]
+    now = datetime.now(UTC)
+    write_labels(log, [Label(None, None, each, "none_of_the_classes", name, "x", now, "m") for name, each in of])
+    return found
+
+
+def open_clusters(driver: Driver, url: str, images: int) -> None:
+    look(driver, url)
+    find(driver, "#review-reason [value=to_name]")[0].click()
+    shows(driver, f"0 of {images} done")
+    shown = "#alike button img"
+    until(lambda: len(find(driver, shown)) == len(find(driver, "#alike button")))
+    assert all(each.get_property("naturalWidth") == 8 for each in find(driver, shown))
+
+
+def named(log: Log, digests: dict[str, str]) -> dict[str, tuple[str, str | None] | None]:
+    last = read_labels(log)
+    found = {name: last.of("m", "", 0, sha256) for name, sha256 in digests.items()}
+    return {name: each and (each.kind, each.label) for name, each in found.items()}
+
+
+def test_a_name_is_given_to_all_images_of_a_cluster(driver: Driver, url: str, log: Log) -> None:
+    digests = cluster(log, url, {"cluster 1": range(70, 72), "cluster 2": range(80, 84), "cluster 3": range(90, 91)})
+    open_clusters(driver, url, 7)
+    assert text(driver, "#case-badge") == "cluster 2" and text(driver, "#case-guess") == "4 images look alike"
+    assert not find(driver, "#answers button") and len(find(driver, "#alike button")) == 3
+    press(driver, ENTER)  # No guess stands for a name.
+    shows(driver, "Nothing is saved: type a name.")
+    small = find(driver, "#alike button")[0]
+    for state, words in (("true", "3 images"), ("false", "4 images"), ("true", "3 images")):
+        small.send_keys(" ")
+        assert small.get_attribute("aria-pressed") == state and text(driver, "#case-guess") == f"{words} look alike"
+    find(driver, "#stage")[0].click()
+    press(driver, "/")
+    press(driver, "hedgehog" + ENTER)
+    until(lambda: says(driver, "#review-status", "No class is “hedgehog”"))
+    press(driver, ENTER)
+    shows(driver, "3 of 7 done, last: hedgehog")
+    assert (
+        text(driver, "#case-badge") == "cluster 2" and text(driver, "#case-guess") == "by itself"
+    )  # It was taken out.
+    press(driver, "u")
+    shows(driver, "4 of 7 done, last: cannot tell")
+    assert text(driver, "#case-badge") == "cluster 1" and text(driver, "#case-guess") == "2 images look alike"
+    press(driver, "/")
+    press(driver, "Dark" + ENTER)  # A class of the model.
+    shows(driver, "6 of 7 done, last: dark")
+    press(driver, "z")
+    until(lambda: text(driver, "#case-guess") == "2 images look alike")
+    press(driver, "/")
+    press(driver, "hedgehog" + ENTER)
+    shows(driver, "6 of 7 done, last: hedgehog")
+    assert text(driver, "#case-badge") == "cluster 3" and not find(driver, "#alike")[0].is_displayed()
+    press(driver, "n")
+    shows(driver, "7 done. No logged image waits for a name, see psc-log review --clusters.")
+    hedgehog = ("none_of_the_classes", "hedgehog")
+    found = named(log, digests)
+    assert found["cluster 1 70"] == found["cluster 1 71"] == hedgehog
+    assert sorted(found[f"cluster 2 {value}"] for value in range(80, 84)) == [("cannot_tell", None), *[hedgehog] * 3]
+    assert found["cluster 3 90"] == ("none_of_the_classes", None)
+    assert errors(driver) == []
+
+
+def test_an_odd_image_in_front_of_its_cluster_is_skipped(driver: Driver, url: str, log: Log) -> None:
+    digests = cluster(log, url, {"cluster 1": range(70, 73)})
+    open_clusters(driver, url, 3)
+    for words in ("by itself", "2 images look alike"):
+        press(driver, "s")
+        until(lambda words=words: text(driver, "#case-guess") == words)
+    press(driver, "u")
+    shows(driver, "2 of 3 done, last: cannot tell")
+    until(lambda: sorted(map(str, named(log, digests).values())).count("('cannot_tell', None)") == 2)
+
+
 HELD = """
 const asked = window.fetch;
 window.fetch = async (path, options) => {
@@ -301,11 +383,19 @@ def test_live_knows_nothing_of_a_service_that_does_not_answer(driver: Driver) ->
             assert decision == ("" if broken else "accept") and says(driver, "#drift", "Since ") == bool(broken)
 
 
-@pytest.mark.parametrize("view", ["review", "live"])
-def test_can_be_read_and_used_everywhere(driver: Driver, url: str, screen: tuple[int, str], view: str) -> None:
-    look(driver, url)
-    press(driver, "5" + ENTER)
-    shows(driver, "1 of 4 done, last: 5")
+@pytest.mark.parametrize("view", ["review", "live", "clusters"])
+def test_can_be_read_and_used_everywhere(
+    driver: Driver, url: str, log: Log, screen: tuple[int, str], view: str
+) -> None:
+    if view == "clusters":
+        cluster(log, url, {"cluster 1": range(70, 90)})
+        open_clusters(driver, url, 20)
+        find(driver, "#alike button")[1].click()
+        view = "review"
+    else:
+        look(driver, url)
+        press(driver, "5" + ENTER)
+        shows(driver, "1 of 4 done, last: 5")
     find(driver, f"#views [href='#{view}']")[0].click()
     until(find(driver, f"#{view}")[0].is_displayed)
     found, inner = driver.execute_script("return [document.documentElement.scrollWidth, innerWidth]")

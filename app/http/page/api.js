@@ -90,8 +90,8 @@ export async function getChecked(name) {
   return (await patiently(() => request(path(name, "/checked"), {}, FEEDBACK_KEY))).json();
 }
 
-export async function getUnreviewed(decision, model) {
-  const query = new URLSearchParams({ limit: 50, decision, ...(model && { model }) });
+export async function getUnreviewed(which, model) {
+  const query = new URLSearchParams({ limit: 50, ...which, ...(model && { model }) });
   return (await patiently(() => request(`feedback/images?${query}`, {}, FEEDBACK_KEY))).json();
 }
 

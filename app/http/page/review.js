@@ -3,24 +3,28 @@
 import { getLoggedImage, getUnreviewed, hasFeedbackKey, sendLabel, useFeedbackKey } from "./api.js";
 import { DECISIONS } from "./decide.js";
 import { SMALL_PIXELS } from "./grid.js";
+import { pictureOf } from "./pictures.js";
 import { keysOf, taskOf } from "./tasks.js";
 import { reason } from "./why.js";
 
-const AHEAD = 4; // the images that are loaded before their turn
+const AHEAD = 3; // the images that are loaded before their turn
+const BESIDE = 12; // the most small pictures of images that look alike
 const CLOSEST = 8; // the largest zoom
 const LIKELY = 0.1; // the probability from which a class is said to fit
 const GLANCE_MILLISECONDS = 150; // Nobody has judged an image so soon: the answer was meant for the one before.
 const GONE = [404, 409]; // the errors of an image that was erased, or is no longer in the log
 const REASONS = { ...DECISIONS, accept: "✓ Spot check" };
 const SPOT_CHECK = "The model is sure. A random sample shows how often it is right.";
+const TOGETHER = "One name for all. Choose a small image to take it out: it comes by itself.";
 const element = (id) => document.getElementById(id);
 const on = (id, event, act) => element(id).addEventListener(event, act);
 const view = element("review");
 const stage = element("stage");
 const field = element("label");
 
-let queue = []; // {image, model, answer: null or {words, isSaved}, picture: a promise, shown: when}
+let queue = []; // {image, model, cluster: its name, null by itself, answer: null or {words}, saved: an answer, picture: a promise, shown: when}
 let current = null; // the one in front
+let alike = []; // it, and the others of its cluster
 let backTo = null; // the day back to which the service looked for images, if it had no time for all
 let answered = []; // the images with an answer, the last one last
 let sending = Promise.resolve(); // One label after the other, because the last one on an image counts.
@@ -45,12 +49,13 @@ async function look() {
   say("Looking…");
   try {
     await sending;
-    const decision = element("review-reason").value || Object.keys(DECISIONS);
-    const { images, models, back_to: day } = await getUnreviewed(decision, element("review-model").value);
+    const { value } = element("review-reason");
+    const which = value === "to_name" ? { to_name: true } : { decision: value || Object.keys(DECISIONS) };
+    const { images, models, back_to: day } = await getUnreviewed(which, element("review-model").value);
     if (latest !== own) return; // Another choice was made meanwhile.
     element("review-key-form").hidden = true;
     backTo = day;
-    queue = images.map((image) => ({ image, model: models[image.bundle_version], answer: null }));
+    queue = images.map((image) => ({ image, model: models[image.bundle_version], cluster: image.name, answer: null }));
     turnTo(queue[0]);
     if (current === null) element("review-again").focus();
   } catch ({ status, message }) {
@@ -62,30 +67,50 @@ async function look() {
 
 function turnTo(item) {
   current = item ?? null;
+  alike = queue.filter((each) => each === item || (item?.cluster && looksAlike(each, item)));
   element("case").hidden = current === null;
   element("review-again").hidden = current !== null;
   element("undo").disabled = answered.length === 0;
   progress();
   if (current === null) return;
   const { image, model } = current;
-  const { decision, scores, checks, likely, policy } = image;
+  const { decision, name: cluster, scores, checks, likely, policy } = image;
   const task = taskOf(model);
   const fitting = Object.keys(likely).filter((name) => likely[name] >= LIKELY);
   const why = decision === "accept" ? SPOT_CHECK : reason({ ...scores, checks, prediction_set: fitting }, decision, policy, model);
-  const choices = task.choices(image, model);
+  const choices = cluster ? [] : task.choices(image, model);
+  const type = cluster ? "text" : task.field;
   const keys = keysOf(choices, model.classes);
-  element("case-badge").dataset.decision = decision;
-  element("case-badge").textContent = REASONS[decision];
-  element("case-guess").textContent = `guess: ${task.guess(image, model)}`;
-  element("case-reason").textContent = why;
+  element("case-badge").dataset.decision = cluster ? "" : decision;
+  element("case-badge").textContent = cluster ?? REASONS[decision];
+  element("case-guess").textContent = cluster ? counted() : `guess: ${task.guess(image, model)}`;
+  element("case-reason").textContent = cluster ? (alike.length > 1 ? TOGETHER : "") : why;
+  element("alike").replaceChildren(...others().map(newSmall));
   element("case-time").textContent = `${new Date(image.time).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" })} · ${image.model}`;
   element("answers").replaceChildren(...choices.map((name, index) => newAnswer(name, keys[index])));
   element("answers").classList.toggle("short", choices.every((name) => name.length < 4));
-  const placeholder = choices.length === model.classes.length ? "something else: its name" : "another class, or a name";
-  Object.assign(field, { value: "", type: task.field, step: "any", placeholder: task.hint?.(model) ?? placeholder });
-  element("label-names").replaceChildren(...(task.field === "text" ? [...model.classes, ...names] : []).map((name) => new Option(name)));
+  const placeholder = cluster ? "a name, or a class" : choices.length === model.classes.length ? "something else: its name" : "another class, or a name";
+  Object.assign(field, { value: "", type, step: "any", placeholder: (!cluster && task.hint?.(model)) || placeholder });
+  element("label-names").replaceChildren(...(type === "text" ? [...(task.field === type ? model.classes : []), ...names] : []).map((name) => new Option(name)));
   show(current);
-  (task.field === "text" ? stage : field).focus({ preventScroll: true });
+  (type === "text" ? stage : field).focus({ preventScroll: true });
+}
+
+const looksAlike = (a, b) => a.answer === null && a.cluster === b.cluster && a.image.model === b.image.model;
+const others = () => alike.filter((item) => item !== current).slice(0, BESIDE);
+const together = () => alike.filter((item) => item === current || item.cluster);
+const counted = () => (together().length > 1 ? `${together().length} images look alike` : "by itself");
+
+// A click takes the image out of its cluster, or puts it back.
+function newSmall(item, index) {
+  const says = { type: "button", ariaLabel: `Take out image ${index + 2}`, ariaPressed: false };
+  const button = Object.assign(document.createElement("button"), says);
+  button.addEventListener("click", () => {
+    item.cluster = item.cluster ? null : item.image.name;
+    button.ariaPressed = !item.cluster;
+    element("case-guess").textContent = counted();
+  });
+  return button;
 }
 
 function newAnswer(name, key = "") {
@@ -109,27 +134,36 @@ async function show(item) {
   stage.classList.toggle("none", picture === null);
   if (picture) stage.replaceChildren(picture);
   item.shown = performance.now();
-  for (const next of queue.slice(from + 1, from + AHEAD)) await load(next);
+  const beside = [...element("alike").children];
+  for (const [index, each] of others().entries()) {
+    const small = await fetched(each, pictureOf).catch(() => "");
+    if (item !== current) return;
+    beside[index].append(small);
+  }
+  for (const next of queue.slice(from + 1).filter((each) => !alike.includes(each)).slice(0, AHEAD)) await load(next);
+}
+
+async function fetched({ image }, urlOf) {
+  const picture = Object.assign(new Image(), { src: await urlOf(await getLoggedImage(image.file)), alt: "The image to review" });
+  await picture.decode().finally(() => URL.revokeObjectURL(picture.src));
+  picture.classList.toggle("pixels", picture.naturalWidth < SMALL_PIXELS);
+  return picture;
 }
 
 async function load(item) {
-  item.picture ??= getLoggedImage(item.image.file).then(async (file) => {
-    const picture = Object.assign(new Image(), { src: URL.createObjectURL(file), alt: "The image to review" });
-    await picture.decode().finally(() => URL.revokeObjectURL(picture.src));
-    picture.classList.toggle("pixels", picture.naturalWidth < SMALL_PIXELS);
-    return picture;
-  });
+  item.picture ??= fetched(item, URL.createObjectURL);
   return item.picture.catch(() => null); // It was erased before it was shown, or this browser cannot show it.
 }
 
 function answer(label, words) {
-  const item = current;
-  if (!(performance.now() - item?.shown > GLANCE_MILLISECONDS)) return;
-  const given = { words, isSaved: false };
-  item.answer = given;
-  answered.push(item);
-  unsaved += 1;
-  sending = sending.then(() => send(item, label, given));
+  if (!(performance.now() - current?.shown > GLANCE_MILLISECONDS)) return;
+  const given = { words };
+  for (const item of together()) {
+    item.answer = given;
+    answered.push(item);
+    unsaved += 1;
+    sending = sending.then(() => send(item, label, given));
+  }
   next();
 }
 
@@ -137,7 +171,7 @@ async function send(item, label, given) {
   const { request_id, image_index, image_sha256 } = item.image;
   try {
     await sendLabel({ request_id, image_index, image_sha256, ...label, source: "page" }).finally(() => (unsaved -= 1));
-    given.isSaved = true;
+    item.saved = given;
     if (isCounting) progress();
   } catch ({ message, status }) {
     if (item.answer !== given) return; // It was taken back.
@@ -153,24 +187,26 @@ async function send(item, label, given) {
 // Turn to the next image without an answer, from here on and then from the first; after the last, look for more.
 function next() {
   const from = queue.indexOf(current) + 1;
-  const open = [...queue.slice(from), ...queue.slice(0, from)].find((item) => item.answer === null);
-  turnTo(open);
-  if (!open) look();
+  const open = [...queue.slice(from), ...queue.slice(0, from)].filter((item) => item.answer === null);
+  turnTo(open.find((item) => !(alike.includes(item) && item.cluster)));
+  if (open.length === 0) look();
 }
 
 // A label in the log is not withdrawn: the next one on the image overrides it.
 function undo() {
-  const item = answered.pop();
-  const { words } = item.answer;
-  item.answer = null;
-  if (!queue.includes(item)) queue.unshift(item);
-  turnTo(item);
-  say(`Answer again: until you do, “${words}” counts.`);
+  const { answer: given } = answered.at(-1);
+  const again = answered.filter((item) => item.answer === given);
+  answered = answered.filter((item) => item.answer !== given);
+  for (const item of again) item.answer = null;
+  queue.unshift(...again.filter((item) => !queue.includes(item)));
+  turnTo(again[0]);
+  say(`Answer again: until you do, “${given.words}” counts.`);
 }
 
 function submit(text) {
   const { image, model } = current;
   const task = taskOf(model);
+  if (text === "" && image.name) return say("Nothing is saved: type a name.");
   if (text === "" && task.hint) return say(`Nothing is saved: ${task.hint(model)}.`);
   const label = text === "" ? task.guessed(image) : task.label(text, model);
   if (label === undefined && (names.has(text) || text === proposed)) {
@@ -202,16 +238,17 @@ function press(event) {
   if (key === "escape") stage.focus();
   else if (key === "enter" && !target.closest("button") && current) submit("");
   else if (key === "/") field.focus();
-  else if (key.length === 1) view.querySelector(`[data-key="${CSS.escape(key)}"]`)?.click();
+  else if (key.length === 1 && !(key === " " && target.closest("button"))) view.querySelector(`[data-key="${CSS.escape(key)}"]`)?.click();
   else return;
   event.preventDefault();
 }
 
 function progress() {
-  const done = queue.filter((item) => item.answer?.isSaved).length;
+  const done = queue.filter((item) => item.answer !== null && item.saved === item.answer).length;
   const last = answered.at(-1)?.answer.words;
   element("review-status").parentElement.style.setProperty("--done", done / queue.length || 0);
-  const none = backTo ? `No image since ${backTo} waits for a label. Older images are found by psc-log review.` : "No logged image waits for a label.";
+  const what = element("review-reason").value === "to_name" ? "a name, see psc-log review --clusters" : "a label";
+  const none = backTo ? `No image since ${backTo} waits for ${what}. Older images are found by psc-log review.` : `No logged image waits for ${what}.`;
   if (queue.length === 0) say(`${answered.length > 0 ? `${answered.length} done. ` : ""}${none}`);
   else say(`${done} of ${queue.length} done${unsaved ? `, saving ${unsaved}` : ""}${last ? `, last: ${last}` : ""}`);
   isCounting = true;
@@ -232,7 +269,10 @@ on("closer", "click", () => zoomTo(2 * zoom));
 on("farther", "click", () => zoomTo(zoom / 2));
 on("none", "click", () => answer({ kind: "none_of_the_classes" }, "none of these"));
 on("unknown", "click", () => answer({ kind: "cannot_tell" }, "cannot tell"));
-on("skip", "click", next);
+on("skip", "click", () => {
+  if (current) current.cluster = null; // Where it is the odd one, the others come without it.
+  next();
+});
 on("undo", "click", undo);
 on("review-again", "click", look);
 for (const id of ["review-reason", "review-model"]) on(id, "change", look);

@@ -125,7 +125,8 @@ const regression = {
   guess: ({ scores }, model) => measured(scores.mean, model),
   hint: ({ target }) => `type the number${target.unit && `, ${target.unit}`}`, // The model's own would be no measurement.
   choices: () => [],
-  label: Number,
+  label: (text) => (Number.isNaN(Number(text)) ? undefined : Number(text)),
+  completed: () => undefined,
 };
 
 export const TASKS = { classification, regression };
