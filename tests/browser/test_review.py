@@ -284,6 +284,16 @@ def test_a_name_is_given_to_all_images_of_a_cluster(driver: Driver, url: str, lo
     assert errors(driver) == []
 
 
+def test_a_name_is_given_only_to_images_that_are_shown(driver: Driver, url: str, log: Log) -> None:
+    digests = cluster(log, url, {"cluster 1": range(70, 90)})
+    open_clusters(driver, url, 20)
+    assert text(driver, "#case-guess") == "13 images look alike" and len(find(driver, "#alike button")) == 12
+    press(driver, "u")
+    shows(driver, "13 of 20 done, last: cannot tell")
+    assert text(driver, "#case-guess") == "7 images look alike"
+    until(lambda: [*named(log, digests).values()].count(("cannot_tell", None)) == 13)
+
+
 def test_an_odd_image_in_front_of_its_cluster_is_skipped(driver: Driver, url: str, log: Log) -> None:
     digests = cluster(log, url, {"cluster 1": range(70, 73)})
     open_clusters(driver, url, 3)

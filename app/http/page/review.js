@@ -24,7 +24,7 @@ const field = element("label");
 
 let queue = []; // {image, model, cluster: its name, null by itself, answer: null or {words}, saved: an answer, picture: a promise, shown: when}
 let current = null; // the one in front
-let alike = []; // it, and the others of its cluster
+let alike = []; // it, and the others of its cluster that are shown beside it
 let backTo = null; // the day back to which the service looked for images, if it had no time for all
 let answered = []; // the images with an answer, the last one last
 let sending = Promise.resolve(); // One label after the other, because the last one on an image counts.
@@ -67,7 +67,7 @@ async function look() {
 
 function turnTo(item) {
   current = item ?? null;
-  alike = queue.filter((each) => each === item || (item?.cluster && looksAlike(each, item)));
+  alike = current ? [item, ...queue.filter((each) => each !== item && item.cluster && looksAlike(each, item)).slice(0, BESIDE)] : [];
   element("case").hidden = current === null;
   element("review-again").hidden = current !== null;
   element("undo").disabled = answered.length === 0;
@@ -85,7 +85,7 @@ function turnTo(item) {
   element("case-badge").textContent = cluster ?? REASONS[decision];
   element("case-guess").textContent = cluster ? counted() : `guess: ${task.guess(image, model)}`;
   element("case-reason").textContent = cluster ? (alike.length > 1 ? TOGETHER : "") : why;
-  element("alike").replaceChildren(...others().map(newSmall));
+  element("alike").replaceChildren(...alike.slice(1).map(newSmall));
   element("case-time").textContent = `${new Date(image.time).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" })} · ${image.model}`;
   element("answers").replaceChildren(...choices.map((name, index) => newAnswer(name, keys[index])));
   element("answers").classList.toggle("short", choices.every((name) => name.length < 4));
@@ -97,7 +97,6 @@ function turnTo(item) {
 }
 
 const looksAlike = (a, b) => a.answer === null && a.cluster === b.cluster && a.image.model === b.image.model;
-const others = () => alike.filter((item) => item !== current).slice(0, BESIDE);
 const together = () => alike.filter((item) => item === current || item.cluster);
 const counted = () => (together().length > 1 ? `${together().length} images look alike` : "by itself");
 
@@ -135,7 +134,7 @@ async function show(item) {
   if (picture) stage.replaceChildren(picture);
   item.shown = performance.now();
   const beside = [...element("alike").children];
-  for (const [index, each] of others().entries()) {
+  for (const [index, each] of alike.slice(1).entries()) {
     const small = await fetched(each, pictureOf).catch(() => "");
     if (item !== current) return;
     beside[index].append(small);
