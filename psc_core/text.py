@@ -34,8 +34,8 @@ def compose(name: str) -> str:
 
 
 def printable(path: str | Path) -> str:
-    """Return a path as valid Unicode, with � for undecodable bytes of a file name."""
-    return os.fsencode(path).decode(errors="replace")
+    """Return a path as valid Unicode, with escapes such as \\xff for undecodable bytes of a file name."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def class_names(classes: Any) -> tuple[str, ...]:

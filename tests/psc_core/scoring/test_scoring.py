@@ -420,10 +420,11 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
 
 
 def test_names_that_are_not_unicode(tmp_path: Path) -> None:
-    (tmp_path / os.fsdecode(b"\xff.png")).touch()
-    (found,) = named_images(tmp_path)
-    assert found.name == "\N{REPLACEMENT CHARACTER}.png"
-    assert Path(str(found.image)).exists()
+    for name in (b"\xfe.png", b"\xff.png"):
+        (tmp_path / os.fsdecode(name)).touch()
+    found = [*named_images(tmp_path)]
+    assert [each.name for each in found] == [r"\xfe.png", r"\xff.png"]
+    assert all(Path(str(each.image)).exists() for each in found)
 
 
 def test_images_stream() -> None:
