@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import compress, islice
 from pathlib import Path
@@ -39,15 +41,20 @@ from psc_core.images.files import files_below
 from psc_core.images.preprocess import Images, read_image
 from psc_core.model import MAX_BATCH, FittedModel
 from psc_core.pipeline import NO_MAP
-from psc_core.settings import BATCH_IMAGES, COLUMN
+from psc_core.settings import BATCH_IMAGES, COLUMN, TABLE_FORMATS
 from psc_core.tasks.base import BasePrediction, Outputs, Task
 from psc_core.text import printable
+
+# What the outputs are of; readers of a folder of Parquet files skip names that begin with _.
+VERSION_FILE = "_bundle-version"
+INPUT_FILE = "_input"
 
 
 @dataclass(frozen=True)
 class NamedImage:
     name: str  # the path, or the row in a Parquet file
     image: str | bytes  # a path, or an encoded image
+    source: str = ""  # a line that images of another input do not share; empty if unknown
 
 
 def in_parts(images: Iterator[NamedImage], size: int) -> Iterator[list[NamedImage]]:
@@ -55,8 +62,27 @@ def in_parts(images: Iterator[NamedImage], size: int) -> Iterator[list[NamedImag
         yield part
 
 
-def named_images(source: Path, column: str | None = None) -> Iterator[NamedImage]:
+def named_images(source: str | Path, column: str | None = None) -> Iterator[NamedImage]:
     """Return the images in a folder, a ``.parquet`` file (its ``column``) or a text file of paths."""
+    source = Path(source)
+    line = _identity(source, column)
+    return (NamedImage(name, image, line) for name, image in _pairs(source, column))
+
+
+def _identity(source: Path, column: str | None) -> str:
+    """Return a line that another input, or a table that was written again, does not share: its rows have numbers alone.
+
+    Of a folder or list the names in each part are compared.
+    """
+    parts = [printable(source.resolve())]
+    if source.is_file() and source.suffix.lower() == ".parquet":
+        status = source.stat()
+        parts += [f"column {column or COLUMN}", f"{status.st_size} bytes", f"written at {status.st_mtime_ns}"]
+    return ", ".join(parts).replace("\n", " ")
+
+
+def _pairs(source: Path, column: str | None) -> Iterator[tuple[str, str | bytes]]:
+    """Return the names and images of an input."""
     if not source.is_dir() and not source.is_file():
         raise UsageError(f"{source} does not exist; give a folder, a .parquet file or a text file of paths")
     if source.is_file() and source.suffix.lower() == ".parquet":
@@ -65,25 +91,25 @@ def named_images(source: Path, column: str | None = None) -> Iterator[NamedImage
         raise UsageError(f"{source} has no columns, a .parquet file has; leave out the column {column!r}")
     if source.is_dir():
         images = (path for path in files_below(source) if path.lower().endswith(SUFFIXES))
-        return (NamedImage(printable(os.path.relpath(path, source)), path) for path in images)
+        return ((printable(os.path.relpath(path, source)), path) for path in images)
     return _paths(source)
 
 
-def _paths(file: Path) -> Iterator[NamedImage]:
+def _paths(file: Path) -> Iterator[tuple[str, str | bytes]]:
     with file.open(encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             if path := line.rstrip("\r\n"):
-                yield NamedImage(printable(path), path)
+                yield printable(path), path
 
 
-def _parquet(file: Path, column: str) -> Iterator[NamedImage]:
+def _parquet(file: Path, column: str) -> Iterator[tuple[str, str | bytes]]:
     try:
         table = pyarrow_parquet().ParquetFile(file)
         if column not in table.schema_arrow.names:
             raise UsageError(f"{file} has no column {column!r}; it has {', '.join(table.schema_arrow.names)}")
         batches = table.iter_batches(batch_size=256, columns=[column])
         for row, value in enumerate(value for batch in batches for value in batch.column(0).to_pylist()):
-            yield NamedImage(str(row), _encoded(value, file))
+            yield str(row), _encoded(value, file)
     except (needs("Parquet", "parquet", "pyarrow").ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as Parquet ({' '.join(str(error).split())}); write it again") from error
 
@@ -158,15 +184,41 @@ def merge(names: Sequence[str], errors: Sequence[str | None], scored: Columns) -
     return {"item": list(names), **merged, "error": list(errors)}
 
 
+@contextmanager
+def _whole(file: Path) -> Iterator[Path]:
+    """Yield a temporary name that no other process has, then rename: a file exists as a whole or not at all."""
+    partial = file.with_name(f"_{file.name}.{uuid.uuid4()}.partial")
+    try:
+        yield partial
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _now(folder: Path) -> int:
+    """Return the time of a folder's file system, which may be another machine's."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_mtime_ns
+
+
+def check_same(file: Path, line: str, noun: str, *, is_new: bool = False) -> None:
+    """Write what outputs are of beside them, as a whole file since several processes may, or compare it."""
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise UsageError(f"{file} is a link or no regular file; remove it, or give another folder")
+    if is_new or not file.exists():
+        with _whole(file) as partial:
+            partial.write_text(line + "\n", encoding="utf-8")
+    if (found := file.read_text(encoding="utf-8").strip()) != line:
+        raise UsageError(f"{file.parent} has outputs of {noun}, {found} and not {line}; give another folder")
+
+
 def write(columns: Columns, types: Mapping[str, Any], file: Path) -> None:
-    """Write columns under a temporary name, then rename the file, so that a part exists as a whole or not at all."""
-    partial = file.with_suffix(".partial")
-    if file.suffix == ".parquet":
-        pyarrow_parquet().write_table(_arrow(columns, types), partial)
-    else:
-        rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-        partial.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
-    partial.replace(file)
+    with _whole(file) as partial:
+        if file.suffix == ".parquet":
+            pyarrow_parquet().write_table(_arrow(columns, types), partial)
+        else:
+            rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+            partial.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
 
 def errors_in(file: Path) -> list[tuple[str, str | None]]:
@@ -226,20 +278,37 @@ class PartCount:
 
 
 class PartWriter:
-    """Computes the outputs of parts and writes them; row 17 of part 3 has the map ``00003-0017.png``, both from 0."""
+    """Computes the outputs of parts and writes them; row 17 of part 3 has the map ``00003-0017.png``, both from 0.
+
+    A folder with outputs of another bundle or input, or in another format, is refused.
+    """
 
     def __init__(
-        self, model: FittedModel, out: Path, file_format: str, threads: int | None = None, maps: Path | None = None
+        self,
+        model: FittedModel,
+        out: str | Path,
+        file_format: str,
+        threads: int | None = None,
+        maps: str | Path | None = None,
     ) -> None:
-        if maps is not None:
-            if model.pipeline.map is None:
-                raise UsageError(f"{NO_MAP}, or leave out --maps")
-            maps.mkdir(parents=True, exist_ok=True)
-        self.model, self.out, self.file_format, self.maps = model, out, file_format, maps
+        if maps is not None and model.pipeline.map is None:
+            raise UsageError(f"{NO_MAP}, or leave out --maps")
+        self.model, self.out, self.file_format = model, Path(out), file_format
+        self.maps = None if maps is None else Path(maps)
+        for folder in filter(None, (self.out, self.maps)):
+            folder.mkdir(parents=True, exist_ok=True)
+        there = {file.suffix for file in self.out.glob("part-*")} & {f".{each}" for each in TABLE_FORMATS}
+        if there - {f".{file_format}"}:
+            raise UsageError(f"{out} has parts in another format than {file_format}; give that, or another folder")
+        check_same(self.out / VERSION_FILE, model.version, "another bundle")
+        self._is_new = not there  # Then an input that was mistyped may be corrected.
+        self._began = _now(self.out)
         self.threads = threads or os.cpu_count() or 1
 
     def __call__(self, number: int, images: Sequence[NamedImage]) -> PartCount:
         """Write the file of a part and its maps, unless they exist already and no image is newer."""
+        self._check_input(images, is_new=self._is_new)
+        self._is_new = False
         file = self._file(number)
         names = [each.name for each in images]
         if file.exists() and not _any_newer(images, file):
@@ -250,11 +319,23 @@ class PartWriter:
             if self.maps is None or all(_map_file(self.maps, number, row).exists() for row in good):
                 return PartCount(len(names), len(names) - len(good), written=False)
         columns = self.columns(images, number)
+        self._check_input(images)  # Another process may have begun in the same folder.
         write(columns, self.model.task.columns(), file)
         return PartCount(len(names), sum(error is not None for error in columns["error"]), written=True)
 
+    def _check_input(self, images: Sequence[NamedImage], *, is_new: bool = False) -> None:
+        if images and images[0].source:
+            check_same(self.out / INPUT_FILE, images[0].source, "other images", is_new=is_new)
+
     def check_no_more(self, parts: int) -> None:
-        """Raise :class:`UsageError` if the folder has more parts than the input, as after an input has shrunk."""
+        """Raise :class:`UsageError` if the folder has more parts than the input, as after an input has shrunk.
+
+        What killed runs left is removed.
+        """
+        for left in self.out.glob("*part-*.partial"):
+            with suppress(FileNotFoundError):
+                if left.stat().st_mtime_ns < self._began:
+                    left.unlink()
         first = self._file(parts).name
         there = (file.name for file in self.out.glob(f"part-*.{self.file_format}"))
         more = [name for name in there if (len(name), name) >= (len(first), first)]

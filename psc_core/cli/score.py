@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,11 +17,6 @@ from psc_core.cli import flags
 from psc_core.errors import UsageError
 from psc_core.images.files import unread_below
 from psc_core.settings import COLUMN, TABLE_FORMATS
-from psc_core.text import printable
-
-# What the outputs are of; readers of a folder of Parquet files skip names that begin with _.
-VERSION_FILE = "_bundle-version"
-INPUT_FILE = "_input"
 
 _EXAMPLE = """examples:
   psc-score --bundle bundle images --out scores                  (a folder; scores/part-00000.jsonl, …)
@@ -55,7 +49,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def score(args: argparse.Namespace) -> None:
-    from psc_core.bundle import read_bundle
     from psc_core.compute import launched_process
     from psc_core.model import load_model
     from psc_core.scoring import NamedImage, PartWriter, in_parts, named_images, write_on_ray, write_parts
@@ -66,11 +59,7 @@ def score(args: argparse.Namespace) -> None:
     device = args.device
     if world > 1 and device == "auto" and gpu is not None:
         device = f"cuda:{gpu}"
-    args.out.mkdir(parents=True, exist_ok=True)
     source, out = args.input.absolute(), args.out.absolute()
-    check_same(out / VERSION_FILE, read_bundle(args.bundle).manifest.version, "another bundle")
-    has_outputs = any(out.glob("part-*"))  # Otherwise an input that was mistyped may be corrected.
-    check_same(out / INPUT_FILE, identity_of(source, args.column), "other images", is_new=not has_outputs)
     bundle, maps = args.bundle.absolute(), None if args.maps is None else args.maps.absolute()
 
     def make_parts() -> Iterator[list[NamedImage]]:
@@ -80,10 +69,11 @@ def score(args: argparse.Namespace) -> None:
         model = load_model(bundle, device=device, allow_factories=args.allow_factories)
         return PartWriter(model, out, args.format, args.threads, maps)
 
+    parts = make_parts()  # Before the writer makes its folder: the input may be mistyped.
     if args.ray:
         counts = write_on_ray(make_writer, make_parts, args.ray)
     else:
-        counts = write_parts(make_writer(), make_parts(), rank=rank, world=world)
+        counts = write_parts(make_writer(), parts, rank=rank, world=world)
     images = errors = there = 0
     with tqdm(unit=" images", desc="scored", disable=rank > 0 or not sys.stderr.isatty()) as progress:
         for count in counts:
@@ -96,30 +86,6 @@ def score(args: argparse.Namespace) -> None:
     print(f"{args.out}: {images} images{by_process}, {there} of them were there already, {errors} with an error")
     if rank == 0 and (unread := unread_below(args.input)):
         print(unread)
-
-
-def identity_of(source: Path, column: str | None) -> str:
-    """Return a line that another input, or a table that was written again, does not share: its rows have numbers alone.
-
-    Of a folder or list the names in each part are compared.
-    """
-    parts = [printable(source.resolve())]
-    if source.is_file() and source.suffix.lower() == ".parquet":
-        status = source.stat()
-        parts += [f"column {column or COLUMN}", f"{status.st_size} bytes", f"written at {status.st_mtime_ns}"]
-    return ", ".join(parts).replace("\n", " ")
-
-
-def check_same(file: Path, line: str, noun: str, *, is_new: bool = False) -> None:
-    """Write what outputs are of beside them, as a whole file since several processes may, or compare it."""
-    if file.is_symlink() or (file.exists() and not file.is_file()):
-        raise UsageError(f"{file} is a link or no regular file; remove it, or give another --out")
-    if is_new or not file.exists():
-        whole = file.with_name(f"{file.name}.{uuid.uuid4()}.partial")
-        whole.write_text(line + "\n", encoding="utf-8")
-        whole.replace(file)
-    if (found := file.read_text(encoding="utf-8").strip()) != line:
-        raise UsageError(f"{file.parent} has outputs of {noun}, {found} and not {line}; give another --out")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

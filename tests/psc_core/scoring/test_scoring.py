@@ -27,9 +27,12 @@ from psc_core.errors import DataError, UsageError
 from psc_core.images.preprocess import PRESETS
 from psc_core.pipeline import Pipeline
 from psc_core.scoring import (
+    INPUT_FILE,
+    VERSION_FILE,
     NamedImage,
     PartCount,
     PartWriter,
+    check_same,
     columns_of,
     dataset_outputs,
     errors_in,
@@ -37,6 +40,7 @@ from psc_core.scoring import (
     merge,
     named_images,
     write,
+    write_parts,
 )
 from tests import warm
 from tests.conftest import ROOT, SHIPPED_BUNDLE
@@ -238,22 +242,59 @@ def test_processes_that_start_together_do_not_refuse_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While one writes the bundle's version, another looks."""
-    file, write_text = tmp_path / cli.VERSION_FILE, Path.write_text
+    file, write_text = tmp_path / VERSION_FILE, Path.write_text
 
     def interrupted(path: Path, text: str, **options: Any) -> None:
         write_text(path, "")
         monkeypatch.setattr(Path, "write_text", write_text)
-        cli.check_same(file, "abc", "another bundle")
+        check_same(file, "abc", "another bundle")
         write_text(path, text, **options)
 
     monkeypatch.setattr(Path, "write_text", interrupted)
-    cli.check_same(file, "abc", "another bundle")
+    check_same(file, "abc", "another bundle")
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
     before = file.stat().st_ino, file.stat().st_mtime_ns
-    cli.check_same(file, "abc", "another bundle")
+    check_same(file, "abc", "another bundle")
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == before
     with pytest.raises(UsageError, match="abc"):
-        cli.check_same(file, "abd", "another bundle")
+        check_same(file, "abd", "another bundle")
+
+
+def test_in_python_a_folder_of_other_outputs_is_refused(folder: Path, tmp_path: Path) -> None:
+    model, out = load_model(SHIPPED_BUNDLE, device="cpu"), str(tmp_path / "new" / "out")
+    other = shutil.copytree(folder / "0", tmp_path / "other")
+
+    def score(bundle: Any, source: Path, form: str = "jsonl") -> list[PartCount]:
+        return list(write_parts(PartWriter(bundle, out, form), in_parts(named_images(str(source)), 100)))
+
+    assert [each.written for each in score(model, folder / "0") + score(model, folder / "0")] == [True, False]
+    with pytest.raises(UsageError, match="other images"):
+        score(model, other)
+    with pytest.raises(UsageError, match="another bundle"):
+        score(replace(model, version="0123456789ab"), folder / "0")
+    with pytest.raises(UsageError, match="another format"):
+        score(model, folder / "0", "parquet")
+
+
+def test_runs_that_begin_together_do_not_mix(folder: Path, tmp_path: Path) -> None:
+    model = load_model(SHIPPED_BUNDLE, device="cpu")
+    parts = [next(in_parts(named_images(folder / name), 2)) for name in ("0", "1")]
+    first, second, same = (PartWriter(model, tmp_path, "jsonl") for _ in range(3))
+    computed = first.columns(parts[0])
+
+    def columns(*_: Any) -> Any:
+        assert second(0, parts[1]).written
+        return computed
+
+    first.columns = columns  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="other images"):
+        first(0, parts[0])
+    assert [row["item"] for row in rows_of(tmp_path)] == [each.name for each in parts[1]]
+    assert sorted(bytes_of(tmp_path)) == [VERSION_FILE, INPUT_FILE, "part-00000.jsonl"]
+    assert not same(0, parts[1]).written
+    (tmp_path / "_part-00001.jsonl.killed.partial").touch()
+    list(write_parts(PartWriter(model, tmp_path, "jsonl"), parts[1:]))
+    assert not [*tmp_path.glob("*.partial")]
 
 
 @pytest.mark.thorough
@@ -265,7 +306,7 @@ def test_a_killed_run_goes_on(folder: Path, scored: Path, tmp_path: Path) -> Non
         while not (out / "part-00000.jsonl").exists() and process.poll() is None:
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
-    (out / "part-00003.partial").write_text("half a part")
+    (out / "_part-00003.jsonl.killed.partial").write_text("half a part")
     before = {file: file.stat().st_mtime_ns for file in out.glob("part-*.jsonl")}
     run(folder, out)
     assert {file: file.stat().st_mtime_ns for file in before} == before
@@ -299,7 +340,7 @@ def test_refuses_outputs_of_other_images_or_of_another_bundle(
     for surplus in ("part-00002.jsonl", "part-00003.jsonl"):
         (out / surplus).unlink()
     run(fewer, out)
-    (out / cli.VERSION_FILE).write_text("0123456789ab\n")
+    (out / VERSION_FILE).write_text("0123456789ab\n")
     assert "another bundle" in refused(fewer, out)
 
 
@@ -331,10 +372,11 @@ def test_another_table_with_as_many_rows_is_refused(folder: Path, tmp_path: Path
 def test_refuses_a_link_and_an_input_without_images(tmp_path: Path, refused: Refuse) -> None:
     out, empty, elsewhere = tmp_path / "out", tmp_path / "in", tmp_path / "elsewhere"
     empty.mkdir()
-    assert "does not exist" in refused(empty / "missing", out) and "has no images" in refused(empty, out)
+    assert "does not exist" in refused(empty / "missing", out) and not out.exists()
+    assert "has no images" in refused(empty, out)
     out.mkdir(exist_ok=True)
-    (out / cli.VERSION_FILE).unlink(missing_ok=True)
-    (out / cli.VERSION_FILE).symlink_to(elsewhere)
+    (out / VERSION_FILE).unlink(missing_ok=True)
+    (out / VERSION_FILE).symlink_to(elsewhere)
     assert "is a link" in refused(SHIPPED_BUNDLE / "examples", out) and not elsewhere.exists()
 
 
