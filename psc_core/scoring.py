@@ -37,8 +37,8 @@ from psc_core.data.dataset import Batch, ImageDataset
 from psc_core.errors import DataError, ImageError, UsageError, needs
 from psc_core.images import SUFFIXES
 from psc_core.images.decode import png_of
-from psc_core.images.files import files_below
-from psc_core.images.preprocess import Images, read_image
+from psc_core.images.files import files_below, sample_file
+from psc_core.images.preprocess import CANNOT_READ, Images, read_image
 from psc_core.model import MAX_BATCH, FittedModel
 from psc_core.pipeline import NO_MAP
 from psc_core.settings import BATCH_IMAGES, COLUMN, TABLE_FORMATS
@@ -212,13 +212,16 @@ def check_same(file: Path, line: str, noun: str, *, is_new: bool = False) -> Non
         raise UsageError(f"{file.parent} has outputs of {noun}, {found} and not {line}; give another folder")
 
 
-def write(columns: Columns, types: Mapping[str, Any], file: Path) -> None:
+def write(columns: Columns, types: Mapping[str, Any], file: Path, began: int | None = None) -> None:
+    """Write a part, whose file's time is when it was begun."""
     with _whole(file) as partial:
         if file.suffix == ".parquet":
             pyarrow_parquet().write_table(_arrow(columns, types), partial)
         else:
             rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
             partial.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        if began is not None:
+            os.utime(partial, ns=(began, began))
 
 
 def errors_in(file: Path) -> list[tuple[str, str | None]]:
@@ -306,22 +309,42 @@ class PartWriter:
         self.threads = threads or os.cpu_count() or 1
 
     def __call__(self, number: int, images: Sequence[NamedImage]) -> PartCount:
-        """Write the file of a part and its maps, unless they exist already and no image is newer."""
+        """Write the file of a part and its maps, unless they exist already and no image has changed."""
         self._check_input(images, is_new=self._is_new)
         self._is_new = False
         file = self._file(number)
-        names = [each.name for each in images]
-        if file.exists() and not _any_newer(images, file):
-            there = errors_in(file)
-            if [name for name, _ in there] != names:
-                raise UsageError(f"{file} has other images than the input now; give another --out, or remove it")
+        there = self._there(number, images)
+        if len(there) == len(images) and not _any_changed(images, there, file):
             good = [row for row, (_, error) in enumerate(there) if error is None]
             if self.maps is None or all(_map_file(self.maps, number, row).exists() for row in good):
-                return PartCount(len(names), len(names) - len(good), written=False)
+                return PartCount(len(images), len(images) - len(good), written=False)
+        began = _now(self.out)
         columns = self.columns(images, number)
         self._check_input(images)  # Another process may have begun in the same folder.
-        write(columns, self.model.task.columns(), file)
-        return PartCount(len(names), sum(error is not None for error in columns["error"]), written=True)
+        write(columns, self.model.task.columns(), file, began)
+        return PartCount(len(images), sum(error is not None for error in columns["error"]), written=True)
+
+    def check_names(self, parts: Iterable[list[NamedImage]]) -> None:
+        """Raise :class:`UsageError` if an input has other images than the parts that are there, before any is written.
+
+        It may have grown at its end.
+        """
+        left = sum(1 for _ in self.out.glob(f"part-*.{self.file_format}"))
+        for number, images in enumerate(parts if left else ()):
+            left -= bool(self._there(number, images))
+            if left == 0:
+                return
+
+    def _there(self, number: int, images: Sequence[NamedImage]) -> list[tuple[str, str | None]]:
+        """Return the names and errors in the file of a part, which are those of its first images; none without it."""
+        file, after = self._file(number), self._file(number + 1)
+        there = errors_in(file) if file.exists() else []
+        names = [each.name for each in images]
+        grown = {*names[len(there) :]} if there and after.exists() else set()
+        is_other = names[: len(there)] != [name for name, _ in there]
+        if is_other or (grown and grown & {name for name, _ in errors_in(after)}):
+            raise UsageError(f"{file} has other images than the input now; give another --out, or remove it")
+        return there
 
     def _check_input(self, images: Sequence[NamedImage], *, is_new: bool = False) -> None:
         if images and images[0].source:
@@ -385,13 +408,18 @@ class PartWriter:
             return str(error)
 
 
-def _any_newer(images: Sequence[NamedImage], file: Path) -> bool:
-    """Return whether an image's file was written after another file."""
-    written = file.stat().st_mtime_ns
-    for each in images:
-        with suppress(OSError, ValueError):  # Missing, or no path: that is this image's error.
-            if isinstance(each.image, str) and Path(each.image).stat().st_mtime_ns > written:
-                return True
+def _any_changed(images: Sequence[NamedImage], there: Sequence[tuple[str, str | None]], file: Path) -> bool:
+    """Return whether an image's file came or changed since a part was begun, or can be opened only now."""
+    began = file.stat().st_mtime_ns
+    for each, (_, error) in zip(images, there, strict=True):
+        with suppress(OSError, ValueError, ImageError):  # Missing, or no path: that is this image's error.
+            if isinstance(each.image, str):
+                status = Path(each.image).stat()
+                if max(status.st_mtime_ns, status.st_ctime_ns) >= began:
+                    return True
+                if error is not None and error.startswith(CANNOT_READ):
+                    sample_file(each.image)
+                    return True
     return False
 
 
@@ -420,6 +448,7 @@ class ShardWriter:
         self, make_writer: Callable[[], PartWriter], make_parts: Callable[[], Iterator[list[NamedImage]]], shards: int
     ) -> None:
         self._writer, self._make_parts, self._shards = make_writer(), make_parts, shards
+        self._writer.check_names(make_parts())
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         counts = list(write_parts(self._writer, self._make_parts(), rank=int(row["id"]), world=self._shards))

@@ -73,7 +73,9 @@ def score(args: argparse.Namespace) -> None:
     if args.ray:
         counts = write_on_ray(make_writer, make_parts, args.ray)
     else:
-        counts = write_parts(make_writer(), parts, rank=rank, world=world)
+        writer = make_writer()
+        writer.check_names(make_parts())
+        counts = write_parts(writer, parts, rank=rank, world=world)
     images = errors = there = 0
     with tqdm(unit=" images", desc="scored", disable=rank > 0 or not sys.stderr.isatty()) as progress:
         for count in counts:

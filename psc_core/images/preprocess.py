@@ -317,6 +317,9 @@ def check_known(preprocess: Preprocess) -> None:
         )
 
 
+CANNOT_READ: Final = "cannot read an image: "  # how the error of a file begins that cannot be opened
+
+
 def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
     """Read one image as ``uint8 (channels, height, width)``."""
     check_known(preprocess)
@@ -324,7 +327,7 @@ def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8
         try:
             image = read_file(image)
         except (OSError, ValueError) as error:
-            raise UsageError(f"cannot read an image: {error}") from error
+            raise UsageError(f"{CANNOT_READ}{error}") from error
     if isinstance(image, bytes):
         return preprocess.from_bytes(image)
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.size:

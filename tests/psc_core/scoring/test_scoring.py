@@ -358,6 +358,68 @@ def test_an_image_that_was_written_again_is_scored_again(folder: Path, tmp_path:
     ]
 
 
+def test_other_names_are_refused_before_a_part_is_written_and_more_images_at_the_end_are_not(
+    folder: Path, tmp_path: Path, refused: Refuse
+) -> None:
+    copy, out = shutil.copytree(folder / "1", tmp_path / "copy"), tmp_path / "out"
+    first, *_, last = sorted(copy.iterdir())
+    for removed in (None, "part-00000.jsonl"):
+        run(copy, out)
+        if removed:
+            (out / removed).unlink()
+        before = bytes_of(out)
+        shutil.copy(first, copy / "000.png")
+        assert "other images" in refused(copy, out) and bytes_of(out) == before
+        (copy / "000.png").unlink()
+        run(copy, out)
+    for number in range(PART):
+        shutil.copy2(last, copy / f"9{number}.png")  # As old as the others.
+    run(copy, out)
+    assert [row["item"] for row in rows_of(out)] == sorted(each.name for each in copy.iterdir())
+    model = load_model(SHIPPED_BUNDLE, device="cpu")
+    before = bytes_of(out)
+    with pytest.raises(UsageError, match="other images"):
+        PartWriter(model, out, "jsonl")(0, next(in_parts(named_images(copy), PART + 1)))
+    assert bytes_of(out) == before
+
+
+def test_an_image_that_changed_in_the_meantime_or_has_an_older_time_is_scored_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    image, others = tmp_path / "image.png", sorted((folder / "1").iterdir())
+    shutil.copy(others[0], image)
+    writer = PartWriter(load_model(SHIPPED_BUNDLE, device="cpu"), tmp_path / "out", "jsonl")
+    images, columns = [NamedImage("image.png", str(image))], writer.columns
+
+    def changed(*given: Any) -> Any:
+        computed = columns(*given)
+        shutil.copy(others[1], image)
+        return computed
+
+    time.sleep(0.05)
+    writer.columns = changed  # type: ignore[method-assign]
+    assert writer(0, images).written
+    writer.columns = columns  # type: ignore[method-assign]
+    for _ in range(2):
+        time.sleep(0.05)
+        assert writer(0, images).written and not writer(0, images).written
+        shutil.copy2(others[2], tmp_path / "older.png")
+        (tmp_path / "older.png").replace(image)
+
+
+def test_an_image_that_could_not_be_opened_is_tried_again_and_a_damaged_one_is_not(
+    folder: Path, tmp_path: Path
+) -> None:
+    away, damaged = shutil.copytree(folder / "1", tmp_path / "away"), folder / "0" / "damaged.png"
+    first = sorted(away.iterdir())[0]
+    time.sleep(0.05)
+    writer = PartWriter(load_model(SHIPPED_BUNDLE, device="cpu"), tmp_path / "out", "jsonl")
+    images = [NamedImage("a", str(tmp_path / "here" / first.name)), NamedImage("b", str(damaged))]
+    assert [writer(0, images), writer(0, images)] == [PartCount(2, 2, written=True), PartCount(2, 2, written=False)]
+    away.replace(tmp_path / "here")
+    assert [writer(0, images), writer(0, images)] == [PartCount(2, 1, written=True), PartCount(2, 1, written=False)]
+
+
 def test_another_table_with_as_many_rows_is_refused(folder: Path, tmp_path: Path, refused: Refuse) -> None:
     digits = sorted(folder.glob("*/*.png"))[: 2 * PART]
     for name, files in (("one", digits[:PART]), ("other", digits[PART:])):
