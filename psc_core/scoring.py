@@ -48,6 +48,7 @@ from psc_core.text import printable
 # What the outputs are of; readers of a folder of Parquet files skip names that begin with _.
 VERSION_FILE = "_bundle-version"
 INPUT_FILE = "_input"
+OUT_FILE = "_scores"  # among maps: the folder whose rows they belong to
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,7 @@ def named_images(source: str | Path, column: str | None = None) -> Iterator[Name
 
 
 def _identity(source: Path, column: str | None) -> str:
-    """Return a line that another input, or a table that was written again, does not share: its rows have numbers alone.
-
-    Of a folder or list the names in each part are compared.
-    """
+    """Return a line that another input, or a table that was written again, does not share; names are compared too."""
     parts = [printable(source.resolve())]
     if source.is_file() and source.suffix.lower() == ".parquet":
         status = source.stat()
@@ -212,16 +210,13 @@ def check_same(file: Path, line: str, noun: str, *, is_new: bool = False) -> Non
         raise UsageError(f"{file.parent} has outputs of {noun}, {found} and not {line}; give another folder")
 
 
-def write(columns: Columns, types: Mapping[str, Any], file: Path, began: int | None = None) -> None:
-    """Write a part, whose file's time is when it was begun."""
+def write(columns: Columns, types: Mapping[str, Any], file: Path) -> None:
     with _whole(file) as partial:
         if file.suffix == ".parquet":
             pyarrow_parquet().write_table(_arrow(columns, types), partial)
         else:
             rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
             partial.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
-        if began is not None:
-            os.utime(partial, ns=(began, began))
 
 
 def errors_in(file: Path) -> list[tuple[str, str | None]]:
@@ -281,31 +276,24 @@ class PartCount:
 
 
 class PartWriter:
-    """Computes the outputs of parts and writes them; row 17 of part 3 has the map ``00003-0017.png``, both from 0.
-
-    A folder with outputs of another bundle or input, or in another format, is refused.
-    """
+    """Computes the outputs of parts and writes them; row 17 of part 3 has the map ``00003-0017.png``, both from 0."""
 
     def __init__(
-        self,
-        model: FittedModel,
-        out: str | Path,
-        file_format: str,
-        threads: int | None = None,
-        maps: str | Path | None = None,
+        self, model: FittedModel, out: str | Path, file_format: str, threads: int = 0, maps: Path | None = None
     ) -> None:
         if maps is not None and model.pipeline.map is None:
             raise UsageError(f"{NO_MAP}, or leave out --maps")
-        self.model, self.out, self.file_format = model, Path(out), file_format
-        self.maps = None if maps is None else Path(maps)
+        self.model, self.out, self.file_format, self.maps = model, Path(out), file_format, maps
         for folder in filter(None, (self.out, self.maps)):
             folder.mkdir(parents=True, exist_ok=True)
         there = {file.suffix for file in self.out.glob("part-*")} & {f".{each}" for each in TABLE_FORMATS}
         if there - {f".{file_format}"}:
             raise UsageError(f"{out} has parts in another format than {file_format}; give that, or another folder")
         check_same(self.out / VERSION_FILE, model.version, "another bundle")
-        self._is_new = not there  # Then an input that was mistyped may be corrected.
-        self._began = _now(self.out)
+        if self.maps is not None:
+            rows = printable(os.path.relpath(self.out.resolve(), self.maps.resolve()))
+            check_same(self.maps / OUT_FILE, rows, "other rows")
+        self._is_new, self._began = not there, _now(self.out)  # Of a new one a mistyped input may be corrected.
         self.threads = threads or os.cpu_count() or 1
 
     def __call__(self, number: int, images: Sequence[NamedImage]) -> PartCount:
@@ -316,19 +304,20 @@ class PartWriter:
         there = self._there(number, images)
         if len(there) == len(images) and not _any_changed(images, there, file):
             good = [row for row, (_, error) in enumerate(there) if error is None]
-            if self.maps is None or all(_map_file(self.maps, number, row).exists() for row in good):
+            if self.maps is None or all(_time(_map_file(self.maps, number, row)) >= _time(file) for row in good):
                 return PartCount(len(images), len(images) - len(good), written=False)
         began = _now(self.out)
         columns = self.columns(images, number)
         self._check_input(images)  # Another process may have begun in the same folder.
-        write(columns, self.model.task.columns(), file, began)
+        write(columns, self.model.task.columns(), file)
+        os.utime(file, ns=(began, began))  # Images that changed in the meantime are newer.
+        for row, error in enumerate(columns["error"]):
+            if self.maps is not None and error is not None:
+                _map_file(self.maps, number, row).unlink(missing_ok=True)
         return PartCount(len(images), sum(error is not None for error in columns["error"]), written=True)
 
     def check_names(self, parts: Iterable[list[NamedImage]]) -> None:
-        """Raise :class:`UsageError` if an input has other images than the parts that are there, before any is written.
-
-        It may have grown at its end.
-        """
+        """Check, before a part is written, that an input has the images of those that are there; it may have grown."""
         left = sum(1 for _ in self.out.glob(f"part-*.{self.file_format}"))
         for number, images in enumerate(parts if left else ()):
             left -= bool(self._there(number, images))
@@ -340,9 +329,9 @@ class PartWriter:
         file, after = self._file(number), self._file(number + 1)
         there = errors_in(file) if file.exists() else []
         names = [each.name for each in images]
-        grown = {*names[len(there) :]} if there and after.exists() else set()
+        more = {*names[len(there) :]} if there else None
         is_other = names[: len(there)] != [name for name, _ in there]
-        if is_other or (grown and grown & {name for name, _ in errors_in(after)}):
+        if is_other or (more and after.exists() and more & {name for name, _ in errors_in(after)}):
             raise UsageError(f"{file} has other images than the input now; give another --out, or remove it")
         return there
 
@@ -351,14 +340,10 @@ class PartWriter:
             check_same(self.out / INPUT_FILE, images[0].source, "other images", is_new=is_new)
 
     def check_no_more(self, parts: int) -> None:
-        """Raise :class:`UsageError` if the folder has more parts than the input, as after an input has shrunk.
-
-        What killed runs left is removed.
-        """
+        """Check that there are no more parts, as of an input that shrank; remove what killed runs left."""
         for left in self.out.glob("*part-*.partial"):
-            with suppress(FileNotFoundError):
-                if left.stat().st_mtime_ns < self._began:
-                    left.unlink()
+            if _time(left) < self._began:
+                left.unlink(missing_ok=True)
         first = self._file(parts).name
         there = (file.name for file in self.out.glob(f"part-*.{self.file_format}"))
         more = [name for name in there if (len(name), name) >= (len(first), first)]
@@ -385,7 +370,8 @@ class PartWriter:
                 prediction = prediction[finite]
                 if self.maps is not None and prediction.maps is not None:
                     for row, grey in zip(compress(rows, finite.tolist()), prediction.maps.numpy(), strict=True):
-                        _map_file(self.maps, number, row).write_bytes(png_of(grey))
+                        with _whole(_map_file(self.maps, number, row)) as partial:
+                            partial.write_bytes(png_of(grey))
                 for name, column in columns_of(prediction, self.model.task).items():
                     scored[name] += column
         return merge([each.name for each in images], errors, scored)
@@ -410,21 +396,23 @@ class PartWriter:
 
 def _any_changed(images: Sequence[NamedImage], there: Sequence[tuple[str, str | None]], file: Path) -> bool:
     """Return whether an image's file came or changed since a part was begun, or can be opened only now."""
-    began = file.stat().st_mtime_ns
+    began = _time(file)
     for each, (_, error) in zip(images, there, strict=True):
         with suppress(OSError, ValueError, ImageError):  # Missing, or no path: that is this image's error.
             if isinstance(each.image, str):
                 status = Path(each.image).stat()
-                if max(status.st_mtime_ns, status.st_ctime_ns) >= began:
-                    return True
-                if error is not None and error.startswith(CANNOT_READ):
-                    sample_file(each.image)
+                is_newer = max(status.st_mtime_ns, status.st_ctime_ns) >= began
+                if is_newer or ((error or "").startswith(CANNOT_READ) and sample_file(each.image)):
                     return True
     return False
 
 
 def _map_file(maps: Path, number: int, row: int) -> Path:
     return maps / f"{number:05d}-{row:04d}.png"
+
+
+def _time(file: Path) -> int:
+    return file.stat().st_mtime_ns if file.exists() else -1
 
 
 def write_parts(

@@ -67,7 +67,7 @@ def score(args: argparse.Namespace) -> None:
 
     def make_writer() -> PartWriter:
         model = load_model(bundle, device=device, allow_factories=args.allow_factories)
-        return PartWriter(model, out, args.format, args.threads, maps)
+        return PartWriter(model, out, args.format, args.threads or 0, maps)
 
     parts = make_parts()  # Before the writer makes its folder: the input may be mistyped.
     if args.ray:

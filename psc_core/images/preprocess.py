@@ -265,6 +265,7 @@ PRESETS: Mapping[str, Preprocess] = {
 }
 # One image: a path, an encoded file, a Pillow image, or ``uint8`` pixels (height, width) or (height, width, 3).
 ImageLike = str | Path | bytes | Image.Image | npt.NDArray[Any]
+CANNOT_READ: Final = "cannot read an image: "  # how the error of a file begins that cannot be opened
 
 
 def as_batch(images: Sequence[ImageLike] | Tensor, preprocess: Preprocess) -> Images:
@@ -315,9 +316,6 @@ def check_known(preprocess: Preprocess) -> None:
         raise UsageError(
             "this model does not know how pixels become inputs; give float tensors as the loader does, or " + MAKE_KNOWN
         )
-
-
-CANNOT_READ: Final = "cannot read an image: "  # how the error of a file begins that cannot be opened
 
 
 def read_image(image: ImageLike, preprocess: Preprocess) -> npt.NDArray[np.uint8]:

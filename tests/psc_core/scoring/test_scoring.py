@@ -1,5 +1,6 @@
 """Offline scoring: inputs, rows, parts, restarts, several processes, and images that cannot be read."""
 
+import errno
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ from psc_core.images.preprocess import PRESETS
 from psc_core.pipeline import Pipeline
 from psc_core.scoring import (
     INPUT_FILE,
+    OUT_FILE,
     VERSION_FILE,
     NamedImage,
     PartCount,
@@ -117,12 +119,13 @@ def test_maps_are_written_by_part_and_row_and_parts_without_theirs_computed_agai
         run(folder, tmp_path / "scores", *own, "--maps", str(maps))
         printed = capsys.readouterr().out
         assert f"{COUNT + 1} images, {there} of them were there already, 1 with an error" in printed
-        assert "1 .txt" in printed and len(list(maps.iterdir())) == COUNT
+        assert "1 .txt" in printed and len(list(maps.glob("*.png"))) == COUNT
     assert bytes_of(tmp_path / "scores") == before
     next(maps.glob("00002-*")).unlink()
     run(folder, tmp_path / "scores", *own, "--maps", str(maps))
     good = [(number, row) for number, row in enumerate(rows) if row["error"] is None]
-    names = sorted(file.name for file in maps.iterdir())
+    scores, *names = sorted((file.name for file in maps.iterdir()), key=lambda name: (name != OUT_FILE, name))
+    assert scores == OUT_FILE
     assert names == [f"{number // PART:05d}-{number % PART:04d}.png" for number, _ in good]
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
     expected = psc.predict([folder / row["item"] for _, row in good], maps=True).maps
@@ -137,6 +140,37 @@ def test_errors_of_a_part_that_is_there_are_counted(tmp_path: Path, form: str) -
     writer = PartWriter(PSC.load(SHIPPED_BUNDLE, device="cpu"), tmp_path, form)
     images = [NamedImage("a", b""), NamedImage("b", str(SHIPPED_BUNDLE / "examples" / "clean.png"))]
     assert [writer(0, images), writer(0, images)] == [PartCount(2, 1, written=True), PartCount(2, 1, written=False)]
+
+
+def test_maps_belong_to_the_rows(
+    tiny_bundle: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    maps, out, image = tmp_path / "maps", tmp_path / "out", tmp_path / "image.png"
+    shutil.copy(folder / "1" / "001.png", image)
+    images, only = [NamedImage("image.png", str(image))], maps / "00000-0000.png"
+    time.sleep(0.05)
+    assert PartWriter(model, out, "jsonl")(0, images).written
+    writer = PartWriter(model, out, "jsonl", maps=maps)
+
+    def full(file: Path, data: bytes) -> None:
+        file.write_text(str(data[:9]))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left"):
+            writer(0, images)
+    assert [file.name for file in maps.iterdir()] == [OUT_FILE]
+    assert [writer(0, images).written, writer(0, images).written] == [True, False]
+    with pytest.raises(UsageError, match="other rows"):
+        PartWriter(model, tmp_path / "second", "jsonl", maps=maps)
+    time.sleep(0.05)
+    shutil.copy(folder / "1" / "003.png", image)
+    assert PartWriter(model, out, "jsonl")(0, images).written
+    assert writer(0, images).written, "the map was of the image before"
+    image.write_bytes(b"damaged")
+    assert writer(0, images).errors == 1 and not only.exists()
 
 
 def test_a_bundle_without_a_map_writes_none(folder: Path, tmp_path: Path) -> None:
@@ -293,6 +327,7 @@ def test_runs_that_begin_together_do_not_mix(folder: Path, tmp_path: Path) -> No
     assert sorted(bytes_of(tmp_path)) == [VERSION_FILE, INPUT_FILE, "part-00000.jsonl"]
     assert not same(0, parts[1]).written
     (tmp_path / "_part-00001.jsonl.killed.partial").touch()
+    time.sleep(0.05)
     list(write_parts(PartWriter(model, tmp_path, "jsonl"), parts[1:]))
     assert not [*tmp_path.glob("*.partial")]
 
