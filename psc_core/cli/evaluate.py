@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 def evaluate(args: argparse.Namespace) -> None:
     """Measure the bundle, print the report, and write it where ``--out`` says."""
     from psc_core.bundle import CONTENT, read_bundle
-    from psc_core.data.open import unread_files
+    from psc_core.data.open import folder_of, unread_files
     from psc_core.evaluation.evaluate import evaluate as measure
     from psc_core.evaluation.evaluate import seen_warning, weights_warning
     from psc_core.model import model_class_of
@@ -82,6 +82,7 @@ def evaluate(args: argparse.Namespace) -> None:
         print(line)
     ood = open_others(args.ood, model.preprocess)
     if args.out:
+        flags.check_outside(args.out, "--out", filter(None, map(folder_of, (id_data, *ood.values()))))
         args.out.mkdir(parents=True, exist_ok=True)
     splits = {"train": args.train, "val": args.val} if all(given) else {}
     fitted_on = {

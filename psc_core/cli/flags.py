@@ -24,6 +24,7 @@ from psc_core import __version__
 from psc_core.allocator import keep_freed_memory, let_waiting_threads_sleep
 from psc_core.errors import ExitCode, PSCError, UsageError, fault, needs
 from psc_core.images import BACKGROUNDS, INTERPOLATIONS, PRESET_FIELDS
+from psc_core.images.files import is_hidden
 from psc_core.settings import by_commas, day, positive
 from psc_core.text import print_any_text
 
@@ -89,6 +90,13 @@ def check_free(folder: Path, names: Iterable[str]) -> None:
         raise UsageError(
             f"{folder} holds {' and '.join(found)} already; give --overwrite to replace what it holds, or another --out"
         )
+
+
+def check_outside(folder: Path, flag: str, sources: Iterable[Path]) -> None:
+    """Check that the images which a command writes will not be found among those that it reads."""
+    for inside, source in ((folder.resolve(), each.resolve()) for each in sources):
+        if inside.is_relative_to(source) and not any(map(is_hidden, inside.relative_to(source).parts)):
+            raise UsageError(f"{flag} {folder} lies in {source}, whose images are read; give another folder")
 
 
 DEFAULT: Final = "imagenet"  # preset for networks that say nothing of their preprocessing

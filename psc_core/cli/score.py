@@ -60,6 +60,8 @@ def score(args: argparse.Namespace) -> None:
     if world > 1 and device == "auto" and gpu is not None:
         device = f"cuda:{gpu}"
     source, out = args.input.absolute(), args.out.absolute()
+    if args.maps is not None and source.is_dir():
+        flags.check_outside(args.maps, "--maps", [source])
     bundle, maps = args.bundle.absolute(), None if args.maps is None else args.maps.absolute()
 
     def make_parts() -> Iterator[list[NamedImage]]:

@@ -610,10 +610,14 @@ def image_folder(
 
 def unread_files(data: ImageDataset) -> tuple[str, ...]:
     """Return lines that count the files that are not read of a folder of images with classes; of others none."""
-    match data.source:
-        case FileSource(root=root) if str(root) == data.name:
-            return tuple(filter(None, (unread_beside(root), unread_below(root))))
-    return ()
+    root = folder_of(data)
+    return tuple(filter(None, (unread_beside(root), unread_below(root)))) if root else ()
+
+
+def folder_of(data: ImageDataset) -> Path | None:
+    """Return the folder below which every image belongs to a data set; None if it is no folder."""
+    is_folder = isinstance(data.source, FileSource) and str(data.source.root) == data.name
+    return Path(data.name) if is_folder else None
 
 
 def _from_factory(module: str, name: str, split: str, preprocess: Preprocess) -> ImageDataset:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from safetensors.torch import save_file
 
 from psc_core import open_dataset
@@ -41,6 +42,18 @@ def test_eval_replaces_a_report_on_request_only(
     assert run(capsys, cli_eval.main, [*words, "--overwrite"])[0] == 0
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(cli_eval.WRITTEN)
     assert json.loads((tmp_path / "report.json").read_text())["images"] == 800
+
+
+def test_a_report_is_not_written_among_the_images(
+    tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("L", (28, 28)).save(tmp_path / "black.png")
+    words = ["--bundle", str(tiny_bundle), "--id", f"mnist:{data_root}", "--allow-factories", "tests.tiny:network"]
+    words += ["--ood", f"black={tmp_path}", "--device", "cpu"]
+    for out in (tmp_path, tmp_path / "report"):
+        code, _, err = run(capsys, cli_eval.main, [*words, "--out", str(out)])
+        assert code == 2 and f"--out {out} lies in {tmp_path}" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["black.png"]
 
 
 @pytest.mark.parametrize(

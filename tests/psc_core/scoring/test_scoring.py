@@ -348,16 +348,16 @@ def test_a_killed_run_goes_on(folder: Path, scored: Path, tmp_path: Path) -> Non
     assert bytes_of(out) == bytes_of(scored)
 
 
-Refuse = Callable[[Path, Path], str]
+Refuse = Callable[..., str]
 
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Refuse:
     """Run ``psc-score``, which must refuse; what it says."""
 
-    def run_refused(source: Path, out: Path) -> str:
+    def run_refused(source: Path, out: Path, *flags: str) -> str:
         command = [str(source), "--bundle", str(SHIPPED_BUNDLE), "--out", str(out), "--format", "jsonl"]
-        assert cli.main([*command, "--device", "cpu", "--part-images", str(PART)]) == 2
+        assert cli.main([*command, "--device", "cpu", "--part-images", str(PART), *flags]) == 2
         return capsys.readouterr().err
 
     return run_refused
@@ -464,6 +464,15 @@ def test_another_table_with_as_many_rows_is_refused(folder: Path, tmp_path: Path
     assert "other images" in refused(tmp_path / "other.parquet", tmp_path / "out")
     (tmp_path / "other.parquet").replace(tmp_path / "one.parquet")
     assert "other images" in refused(tmp_path / "one.parquet", tmp_path / "out")
+
+
+def test_maps_are_not_written_among_the_images(folder: Path, tmp_path: Path, refused: Refuse) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    for maps in (folder, folder / "maps", tmp_path / "link" / "0" / "maps"):
+        assert "lies in" in refused(folder, tmp_path / "out", "--maps", str(maps))
+    assert not (tmp_path / "out").exists() and {each.name for each in folder.iterdir()} == {"0", "1"}
+    copy = shutil.copytree(folder / "1", tmp_path / "copy")
+    run(copy, tmp_path / "out", "--maps", str(copy / ".maps"))
 
 
 def test_refuses_a_link_and_an_input_without_images(tmp_path: Path, refused: Refuse) -> None:
