@@ -189,6 +189,9 @@ def _whole(file: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.replace(file)
+    except OSError as error:  # A write alone does not say where it was.
+        error.filename = error.filename or str(file)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,26 +46,32 @@ def command(prog: str, description: str, example: str) -> argparse.ArgumentParse
     return cli
 
 
-def run(main: Callable[[argparse.Namespace], None], cli: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """Parse the flags, run ``main``, and return its errors as an :class:`psc_core.errors.ExitCode`."""
+def run(main: Callable[[argparse.Namespace], Any], cli: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    """Parse the flags, run ``main``, and return its code, or its errors as an :class:`psc_core.errors.ExitCode`."""
     args = cli.parse_args(argv)
     keep_freed_memory()
     let_waiting_threads_sleep()
     print_any_text()
     sys.path.append(str(Path.cwd()))  # Where package.module:factory specs are looked up last.
     try:
-        main(args)
+        code = main(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # The reader, such as head, has enough; Python writes what is left when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"{cli.prog}: standard output was closed", file=sys.stderr)
+        return ExitCode.FAILURE
     except (PSCError, OSError) as error:  # OSError: a full disk, a folder that may not be written to.
         remedy = ""
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             elsewhere = f"where the results go and in {tempfile.gettempdir()}, or set TMPDIR to a folder with more"
             remedy = f"; free space {'there' if error.filename else elsewhere}"
         print(f"{cli.prog}: {error}{remedy}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
+        is_full = getattr(error.__cause__ or error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        return ExitCode.FAILURE if is_full else ExitCode.BAD_INPUT
     except KeyboardInterrupt:
         print(f"{cli.prog}: interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    return ExitCode.OK
+    return code or ExitCode.OK
 
 
 def add_log_flags(cli: argparse.ArgumentParser) -> None:

@@ -1,3 +1,4 @@
+import errno
 import subprocess
 import sys
 from importlib.metadata import distribution
@@ -5,7 +6,9 @@ from importlib.metadata import distribution
 import pytest
 
 from psc_core import __version__
+from psc_core.cli import flags
 from psc_core.cli import main as psc
+from psc_core.errors import DataError
 
 ENDS = {"--help": 0, "--version": 0, "": 2, "--unknown": 2}  # a flag, and the code that a command ends with
 
@@ -45,3 +48,32 @@ def test_psc_runs_the_other_commands(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert names == {line.split()[0] for line in listed.splitlines() if line.startswith("  ")}
     monkeypatch.setattr("sys.argv", ["psc", "nothing"])
     assert psc() == 2 and "nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_full_disk_is_a_failure_and_no_bad_input(code: int, is_named: bool) -> None:
+    def fill(_: object) -> None:
+        try:
+            raise OSError(code, "is full", "part-00000.jsonl")
+        except OSError as error:
+            if is_named:
+                raise DataError("cannot write") from error
+            raise
+
+    assert flags.run(fill, flags.command("psc", "", ""), []) == 1
+
+
+def test_a_closed_standard_output_is_a_failure_of_one_line() -> None:
+    program = """
+import sys
+from psc_core.cli import flags
+sys.exit(flags.run(lambda _: print("done"), flags.command("psc-score", "", ""), []))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == "psc-score: standard output was closed\n"
+        assert process.wait() == 1

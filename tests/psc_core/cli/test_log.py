@@ -91,6 +91,6 @@ def test_a_full_disk_of_the_log_is_named(
 
     monkeypatch.setattr(os, "fsync", full)
     monkeypatch.setattr("tempfile.tempdir", "/temporary")
-    assert main(["import", str(tmp_path / "log"), str(tmp_path / "x.csv")]) == 2
+    assert main(["import", str(tmp_path / "log"), str(tmp_path / "x.csv")]) == 1
     error = capsys.readouterr().err
     assert str(tmp_path / "log" / "labels") in error and "/temporary" not in error

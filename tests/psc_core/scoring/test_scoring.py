@@ -159,7 +159,7 @@ def test_maps_belong_to_the_rows(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_bytes", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match=rf"No space left on device: '{only}'"):
             writer(0, images)
     assert [file.name for file in maps.iterdir()] == [OUT_FILE]
     assert [writer(0, images).written, writer(0, images).written] == [True, False]
