@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from psc_core import settings
 from psc_core.cli import flags
-from psc_core.errors import UsageError
+from psc_core.errors import ExitCode, UsageError
 from psc_core.images.files import unread_below
 from psc_core.settings import COLUMN, TABLE_FORMATS
 
@@ -22,7 +22,8 @@ _EXAMPLE = """examples:
   psc-score --bundle bundle images --out scores                  (a folder; scores/part-00000.jsonl, …)
   psc-score --bundle bundle images.parquet --column image --out scores --format parquet
   torchrun --nproc-per-node 4 -m psc_core.cli.score --bundle bundle images --out scores
-An interrupted run goes on with the same command.  An image that cannot be read is a row with its error.
+An interrupted run goes on with the same command.
+An image that cannot be read is a row with its error; if all are, the exit code is 1, but with torchrun 0.
 """
 
 
@@ -48,8 +49,8 @@ def parser() -> argparse.ArgumentParser:
     return cli
 
 
-def score(args: argparse.Namespace) -> None:
-    from psc_core.compute import launched_process
+def score(args: argparse.Namespace) -> ExitCode:
+    from psc_core.compute import LOG_SECONDS, launched_process
     from psc_core.model import load_model
     from psc_core.scoring import NamedImage, PartWriter, in_parts, named_images, write_on_ray, write_parts
 
@@ -79,7 +80,8 @@ def score(args: argparse.Namespace) -> None:
         writer.check_names(make_parts())
         counts = write_parts(writer, parts, rank=rank, world=world)
     images = errors = there = 0
-    with tqdm(unit=" images", desc="scored", disable=rank > 0 or not sys.stderr.isatty()) as progress:
+    seconds = 0.1 if sys.stderr.isatty() else LOG_SECONDS
+    with tqdm(unit=" images", desc="scored", disable=rank > 0, mininterval=seconds) as progress:
         for count in counts:
             images, errors = images + count.images, errors + count.errors
             there += 0 if count.written else count.images
@@ -90,6 +92,7 @@ def score(args: argparse.Namespace) -> None:
     print(f"{args.out}: {images} images{by_process}, {there} of them were there already, {errors} with an error")
     if rank == 0 and (unread := unread_below(args.input)):
         print(unread)
+    return ExitCode.FAILURE if errors == images and world == 1 else ExitCode.OK  # torchrun would end the others.
 
 
 def main(argv: Sequence[str] | None = None) -> int:

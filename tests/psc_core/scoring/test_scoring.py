@@ -57,6 +57,11 @@ def run(source: Path, out: Path, *flags: str) -> None:
     assert cli.main([*command, "--part-images", str(PART), "--format", "jsonl", *flags]) == 0
 
 
+def run_all_bad(source: Path, out: Path) -> None:
+    command = [str(source), "--bundle", str(SHIPPED_BUNDLE), "--out", str(out), "--device", "cpu"]
+    assert cli.main([*command, "--part-images", str(PART)]) == 1
+
+
 def rows_of(out: Path) -> list[dict[str, Any]]:
     files = sorted(out.glob("part-*.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
@@ -548,6 +553,20 @@ def test_list_of_paths(folder: Path, scored: Path, tmp_path: Path) -> None:
     paths = [str(folder / row["item"]) for row in rows_of(scored)]
     (tmp_path / "list.txt").write_text("\n".join(paths[:3]) + "\n\n" + paths[3] + "\r\n")
     assert [each.image for each in named_images(tmp_path / "list.txt")] == paths[:4]
+
+
+def test_a_run_without_any_image_that_can_be_read_fails(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process of several does not, as torchrun would end the others."""
+    monkeypatch.setattr("psc_core.compute.LOG_SECONDS", 0)
+    (tmp_path / "list.txt").write_text("missing.png\n")
+    run_all_bad(tmp_path / "list.txt", tmp_path / "out")
+    printed = capsys.readouterr()
+    assert "1 with an error" in printed.out and "scored: 1 images" in printed.err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    run(tmp_path / "list.txt", tmp_path / "out")
 
 
 def test_a_column_is_of_parquet_files(folder: Path, tmp_path: Path) -> None:
