@@ -1,9 +1,9 @@
 """Run a fitted model over many images: over a data set, or for ``psc-score`` over a folder or list, part by part.
 
 An input is a folder (with every image file below it), a Parquet file with a column of paths or encoded images, or a
-text file with one path a line; its order is the same in every process and run, and memory holds the names of one folder
-or part at a time.  Part i holds the images [i·n, (i + 1)·n) and becomes one file, ``part-00000.parquet`` and so on, in
-the same batches by any process: so an interrupted run can continue, and several processes can share the work.
+``.csv``, ``.tsv`` or text file of paths; its order is the same in every process and run, and memory holds the names of
+one folder or part at a time.  Part i holds the images [i·n, (i + 1)·n) and becomes one file, ``part-00000.parquet`` and
+so on, in the same batches by any process: so an interrupted run can continue, and several processes can share the work.
 
 A file has the columns ``item`` (the image's name), those of the model's task (:meth:`psc_core.tasks.base.Task.columns`)
 and ``error``, the reason why an image has no answer.  Either ``error`` or the columns of the task are null.
@@ -33,22 +33,26 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from psc_core.compute import Compute, count_images, track_images
-from psc_core.data.dataset import Batch, ImageDataset
+from psc_core.data.dataset import Batch, FileSource, ImageDataset
+from psc_core.data.open import TABLE_SUFFIXES, NamesOnDisk, open_table
 from psc_core.errors import DataError, ImageError, UsageError, needs
 from psc_core.images import SUFFIXES
 from psc_core.images.decode import png_of
 from psc_core.images.files import files_below, sample_file
-from psc_core.images.preprocess import CANNOT_READ, Images, read_image
+from psc_core.images.preprocess import CANNOT_READ, PRESETS, Images, read_image
 from psc_core.model import MAX_BATCH, FittedModel
 from psc_core.pipeline import NO_MAP
 from psc_core.settings import BATCH_IMAGES, COLUMN, TABLE_FORMATS
 from psc_core.tasks.base import BasePrediction, Outputs, Task
-from psc_core.text import printable
+from psc_core.text import encoding_of, printable
 
 # What the outputs are of; readers of a folder of Parquet files skip names that begin with _.
 VERSION_FILE = "_bundle-version"
 INPUT_FILE = "_input"
 OUT_FILE = "_scores"  # among maps: the folder whose rows they belong to
+
+_NO_TEXT = (b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"\x1f\x8b", b"BZh9", b"%PDF-")  # others have NUL bytes
+_BASE64 = ("/9j/", "iVBORw0KGgo", "data:image/")  # which becomes a row that says so
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,21 @@ def in_parts(images: Iterator[NamedImage], size: int) -> Iterator[list[NamedImag
 
 
 def named_images(source: str | Path, column: str | None = None) -> Iterator[NamedImage]:
-    """Return the images in a folder, a ``.parquet`` file (its ``column``) or a text file of paths."""
+    """Return the images in a folder, a table or a text file of paths, which are absolute or relative to its folder."""
     source = Path(source)
-    line = _identity(source, column)
-    return (NamedImage(name, image, line) for name, image in _pairs(source, column))
+    if not source.is_dir() and not source.is_file():
+        what = "is a pipe; write it to a file and" if source.exists() or source.name == "-" else "does not exist;"
+        raise UsageError(f"{source} {what} give a folder, a table or a text file of paths")
+    suffix, line = source.suffix.lower() if source.is_file() else "", _identity(source, column)
+    if suffix == ".parquet":
+        return (NamedImage(*each, line) for each in _parquet(source, column or COLUMN))
+    if column:
+        raise UsageError(f"only a .parquet file has a choice of columns, not {source}; leave out the column {column!r}")
+    if source.is_dir():
+        images = (path for path in files_below(source) if path.lower().endswith(SUFFIXES))
+        return (NamedImage(printable(os.path.relpath(path, source)), path, line) for path in images)
+    paths = _table(source) if suffix in TABLE_SUFFIXES else _list(source)
+    return (NamedImage(printable(path), str(source.parent / path), line) for path in paths)
 
 
 def _identity(source: Path, column: str | None) -> str:
@@ -79,25 +94,27 @@ def _identity(source: Path, column: str | None) -> str:
     return ", ".join(parts).replace("\n", " ")
 
 
-def _pairs(source: Path, column: str | None) -> Iterator[tuple[str, str | bytes]]:
-    """Return the names and images of an input."""
-    if not source.is_dir() and not source.is_file():
-        raise UsageError(f"{source} does not exist; give a folder, a .parquet file or a text file of paths")
-    if source.is_file() and source.suffix.lower() == ".parquet":
-        return _parquet(source, column or COLUMN)
-    if column:
-        raise UsageError(f"{source} has no columns, a .parquet file has; leave out the column {column!r}")
-    if source.is_dir():
-        images = (path for path in files_below(source) if path.lower().endswith(SUFFIXES))
-        return ((printable(os.path.relpath(path, source)), path) for path in images)
-    return _paths(source)
+def _table(file: Path) -> Iterator[str]:
+    """Return the paths in a table, which is read as a data set is."""
+    source = open_table(file, PRESETS["mnist"], None, labelled_images=False, numbers=None, unit="").source
+    return map(os.fsdecode, source.names) if isinstance(source, FileSource) else iter(())
 
 
-def _paths(file: Path) -> Iterator[tuple[str, str | bytes]]:
-    with file.open(encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            if path := line.rstrip("\r\n"):
-                yield printable(path), path
+def _list(file: Path) -> Iterator[str]:
+    with file.open("rb") as binary:
+        head = binary.read(1 << 16)
+    if head.startswith(_NO_TEXT) or (b"\0" in head and encoding_of(file) != "utf-16"):
+        raise UsageError(
+            f"{file} is no text but an image, an archive or other bytes; give the folder of the image, an unpacked "
+            "archive, a table, or a text file with one path a line"
+        )
+    names = NamesOnDisk(file.parent)
+    return (names.on_disk(line.rstrip("\r\n")) for line in _lines(file) if line.strip())
+
+
+def _lines(file: Path) -> Iterator[str]:
+    with file.open(encoding=encoding_of(file), errors="surrogateescape") as lines:
+        yield from lines
 
 
 def _parquet(file: Path, column: str) -> Iterator[tuple[str, str | bytes]]:
@@ -113,12 +130,16 @@ def _parquet(file: Path, column: str) -> Iterator[tuple[str, str | bytes]]:
 
 
 def _encoded(value: Any, file: Path) -> str | bytes:
-    """Return the image in a cell: bytes, a path, or Hugging Face's ``{"bytes": …, "path": …}``."""
+    """Return the image in a cell: bytes, a path (also as bytes), or Hugging Face's ``{"bytes": …, "path": …}``."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if value is None:
         return b""  # an empty cell fails to decode and is reported so
-    if isinstance(value, str | bytes):
+    if isinstance(value, bytes) and b"\0" not in value and value.lower().endswith(tuple(map(str.encode, SUFFIXES))):
+        value = os.fsdecode(value)
+    if isinstance(value, str):
+        return value.encode() if value.startswith(_BASE64) else str(file.parent / value)
+    if isinstance(value, bytes):
         return value
     raise UsageError(f"{file}: expected a column of bytes, paths or structs of both, got {type(value).__name__}")
 

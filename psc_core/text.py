@@ -133,12 +133,15 @@ def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[s
     return ["  ".join(map(str.format, formats, row)).rstrip() for row in rows]
 
 
+def encoding_of(path: Path) -> str:
+    with path.open("rb") as binary:
+        return _WIDE.get(binary.read(2), "utf-8-sig")
+
+
 @contextmanager
 def open_csv(path: Path) -> Iterator[SeparatedValues]:
     """Open a ``.csv`` or ``.tsv`` in UTF-8, or in UTF-16 as Excel writes it, of any common delimiter."""
-    with path.open("rb") as binary:
-        encoding = _WIDE.get(binary.read(2), "utf-8-sig")
-    with path.open(newline="", encoding=encoding) as file:
+    with path.open(newline="", encoding=encoding_of(path)) as file:
         try:
             first = file.readline()
             file.seek(0)

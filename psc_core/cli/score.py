@@ -29,7 +29,8 @@ An image that cannot be read is a row with its error; if all are, the exit code 
 
 def parser() -> argparse.ArgumentParser:
     cli = flags.command("psc-score", "Compute every output of a bundle for many images.", _EXAMPLE)
-    cli.add_argument("input", type=Path, help="folder of images, .parquet file, or text file with one path per line")
+    text = "folder of images, table, or text file with one path per line, absolute or relative to that file's folder"
+    cli.add_argument("input", type=Path, help=text)
     cli.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="bundle to score with")
     cli.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the outputs, in parts")
     cli.add_argument(
@@ -87,7 +88,7 @@ def score(args: argparse.Namespace) -> ExitCode:
             there += 0 if count.written else count.images
             progress.update(count.images)
     if images == 0 and rank == 0:
-        raise UsageError(f"{args.input} has no images; give a folder, a .parquet file or a text file that has some")
+        raise UsageError(f"{args.input} has no images; give a folder of them, one table or a text file that has some")
     by_process = f" of process {rank}" if world > 1 else ""
     print(f"{args.out}: {images} images{by_process}, {there} of them were there already, {errors} with an error")
     if rank == 0 and (unread := unread_below(args.input)):

@@ -194,7 +194,7 @@ def _files_of(path: Path, column: str, entries: Sequence[Any]) -> FileSource:
     given = [os.fsdecode(entry) if isinstance(entry, bytes) else str(entry or "") for entry in entries]
     if empty := next((row for row, name in enumerate(given, 1) if not name.strip()), 0):
         raise DataError(f"{path}: row {empty} has no file in the column {column!r}; give one, or leave the row out")
-    names = _Names(path.parent)
+    names = NamesOnDisk(path.parent)
     source = FileSource(path.parent, np.array([os.fsencode(names.on_disk(name)) for name in given], dtype=np.bytes_))
     if not any(_exists(source.path(index)) for index in range(len(source))):
         raise DataError(
@@ -211,7 +211,7 @@ def _exists(path: Path) -> bool:
         return False
 
 
-class _Names:
+class NamesOnDisk:
     """The names of the files below a folder, which a table may have in another Unicode form than the disk."""
 
     def __init__(self, root: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -555,6 +556,42 @@ def test_list_of_paths(folder: Path, scored: Path, tmp_path: Path) -> None:
     assert [each.image for each in named_images(tmp_path / "list.txt")] == paths[:4]
 
 
+@pytest.mark.parametrize("form", ["utf-8", "utf-8-sig", "utf-16", "csv", "tsv", "parquet"])
+def test_paths_are_relative_to_the_file_that_lists_them(
+    form: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, name = tmp_path / f"list.{form}", "u\N{COMBINING DIAERESIS} 1.png"
+    paths = [name, str(folder / "0" / "000.png"), "missing.png"]
+    shutil.copy(folder / "1" / "001.png", tmp_path / name)
+    if form == "parquet":
+        parquet.write_table(pa.table({"image": [path.encode() for path in paths]}), source)
+    elif form in ("csv", "tsv"):
+        mark = ";" if form == "csv" else "\t"
+        source.write_text(f"label{mark}FILE\n" + "".join(f"7{mark}{path} \n" for path in paths))
+    else:
+        composed = [unicodedata.normalize("NFC", path) for path in paths]
+        source.write_text("".join(f"{path} \n   \n" for path in composed), encoding=form)
+    monkeypatch.chdir(folder)
+    found = [*named_images(source)]
+    assert [each.image for each in found] == [str(tmp_path / path) for path in paths]
+    if form != "parquet":
+        assert [each.name for each in found] == paths
+
+
+def test_what_is_no_list_is_refused(folder: Path, tmp_path: Path, refused: Refuse) -> None:
+    (tmp_path / "zeros.txt").write_bytes(b"a.png\0b.png\0")
+    shutil.make_archive(str(tmp_path / "packed"), "gztar", folder)
+    Image.new("L", (9, 9)).save(tmp_path / "grey.jpg")
+    for file in ("zeros.txt", "packed.tar.gz", "grey.jpg"):
+        assert "one path a line" in refused(tmp_path / file, tmp_path / "out")
+    (tmp_path / "none.csv").write_text("file,label\nmissing.png,1\n")
+    assert "none of the files" in refused(tmp_path / "none.csv", tmp_path / "out")
+    os.mkfifo(tmp_path / "pipe")
+    for source in (tmp_path / "pipe", Path("-")):
+        assert "write it to a file" in refused(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_without_any_image_that_can_be_read_fails(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -567,6 +604,13 @@ def test_a_run_without_any_image_that_can_be_read_fails(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     run(tmp_path / "list.txt", tmp_path / "out")
+
+
+def test_base64_text_is_named(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"image": ["iVBORw0KGgoAAAANSUhEUg" * 9]}), tmp_path / "text.parquet")
+    run_all_bad(tmp_path / "text.parquet", tmp_path / "out")
+    (row,) = rows_of(tmp_path / "out")
+    assert row["error"].endswith("got base64 text; decode it and use these bytes")
 
 
 def test_a_column_is_of_parquet_files(folder: Path, tmp_path: Path) -> None:
