@@ -113,9 +113,14 @@ def test_scores_are_read_with_the_names_of_their_classes(tmp_path: Path, monkeyp
     (block,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "scoring.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     Path("scores").mkdir()
-    Path("scores/part-00000.jsonl").write_text('{"item": "1", "label": "007", "ood_score": 0.5}\n')
+    rows = [
+        {"item": "1", "label": "007", "ood_score": 0.5, "is_ood": True, "error": None},
+        {"item": "2", "label": None, "ood_score": None, "is_ood": None, "error": "damaged"},
+    ]
+    Path("scores/part-00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     exec(block, read := dict[str, Any]())
-    assert read["scores"].to_dict("records") == [{"item": "1", "label": "007", "ood_score": 0.5}]
+    found = read["scores"][read["scores"].is_ood].drop(columns="error")
+    assert found.to_dict("records") == [{"item": "1", "label": "007", "ood_score": 0.5, "is_ood": True}]
 
 
 @pytest.mark.parametrize(
