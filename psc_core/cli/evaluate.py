@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from psc_core import settings
 from psc_core.cli import flags
-from psc_core.errors import UsageError
-from psc_core.report import FIGURES, PAGE
+from psc_core.errors import UsageError, join_names
+from psc_core.images.files import is_hidden
+from psc_core.report import FIGURE_FILES, FIGURES, PAGE
 from psc_core.settings import BATCH_IMAGES
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def evaluate(args: argparse.Namespace) -> None:
     given = [value is not None for value in (args.weights, args.train, args.val)]
     if any(given) and not all(given):
         raise UsageError("expected --weights, --train and --val together, or none of them")
-    if args.out and not args.overwrite:
-        flags.check_free(args.out, WRITTEN)
+    if args.out:
+        check_replaced(args.out, WRITTEN, overwrite=args.overwrite)
     bundle = read_bundle(args.bundle)
     model_class = model_class_of(bundle.manifest.task)
     model = model_class.from_bundle(bundle, device=args.device, allow_factories=args.allow_factories).probed()
@@ -110,6 +111,18 @@ def evaluate(args: argparse.Namespace) -> None:
     print(text)
 
 
+def check_replaced(out: Path, names: Sequence[str], *, overwrite: bool) -> None:
+    """Check that only a report is written over, and by request only; images may be in a folder `report`."""
+    ours = {*WRITTEN, *(FIGURE_FILES if (out / PAGE).exists() else ())}  # An evaluation may be in the bundle's figures.
+    others = sorted(file.name for file in (out / FIGURES).glob("*") if not (file.name in ours or is_hidden(file.name)))
+    if others:
+        raise UsageError(
+            f"{out / FIGURES} holds {join_names(others, 3)}, of no report in {out}; move it away, or give another --out"
+        )
+    if not overwrite:
+        flags.check_free(out, names)
+
+
 def open_others(given: Iterable[str], preprocess: Preprocess) -> dict[str, ImageDataset]:
     """Open the out-of-distribution images of ``--ood NAME=DIR``, by name."""
     from psc_core.data.open import open_dataset
@@ -145,12 +158,12 @@ def report_parser() -> argparse.ArgumentParser:
 
 def report(args: argparse.Namespace) -> None:
     from psc_core.bundle import read_bundle
-    from psc_core.report import FIGURES, PAGE, page
+    from psc_core.report import page
     from psc_core.report.content import Content, facts_of
 
     out = args.out or args.bundle
-    if out.resolve() != args.bundle.resolve() and not args.overwrite:
-        flags.check_free(out, (PAGE, FIGURES))
+    if out.resolve() != args.bundle.resolve():
+        check_replaced(out, (PAGE, FIGURES), overwrite=args.overwrite)
     out.mkdir(parents=True, exist_ok=True)
     bundle = read_bundle(args.bundle)
     facts = facts_of(bundle, Content.load(args.bundle, type(bundle.manifest.task)))

@@ -29,7 +29,7 @@ from psc_core.evaluation.replay import Fraction, Replay
 from psc_core.images.decode import SMALL, as_base64, png_of
 from psc_core.model import model_class_of
 from psc_core.network.described import NetworkSpec
-from psc_core.report import FIGURES, PAGE
+from psc_core.report import FIGURE_FILES, FIGURES, PAGE
 from psc_core.report.content import Facts, Role, ScoredSet
 from psc_core.text import align
 
@@ -221,10 +221,6 @@ def write(facts: Facts, folder: Path, measured: Report | None = None) -> Path:
     """
     drawn = draw(facts)
     pngs = {name: png(figure) for name, figure in drawn.items()}
-    (folder / FIGURES).mkdir(exist_ok=True)
-    _remove_figures(folder)
-    for name, data in pngs.items():
-        (folder / FIGURES / f"{name}.png").write_bytes(data)
     words, limits = facts.of_task, facts.limits
     shown = [
         {
@@ -250,6 +246,10 @@ def write(facts: Facts, folder: Path, measured: Report | None = None) -> Path:
         ),
         encoding="utf-8",
     )
+    (folder / FIGURES).mkdir(exist_ok=True)  # After the page: without one, figures are somebody else's.
+    _remove_figures(folder)
+    for name, data in pngs.items():
+        (folder / FIGURES / f"{name}.png").write_bytes(data)
     return page
 
 
@@ -272,8 +272,8 @@ def remove(folder: Path) -> None:
 
 
 def _remove_figures(folder: Path) -> None:
-    for file in (folder / FIGURES).glob("*.png"):
-        file.unlink()
+    for name in FIGURE_FILES:
+        (folder / FIGURES / name).unlink(missing_ok=True)
 
 
 def serve_command(folder: Path, manifest: Manifest, name: str = "") -> str:

@@ -56,6 +56,26 @@ def test_a_report_is_not_written_among_the_images(
     assert [file.name for file in tmp_path.iterdir()] == ["black.png"]
 
 
+def test_eval_replaces_no_images_that_are_in_a_folder_called_report(
+    tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--bundle", str(tiny_bundle), "--id", f"mnist:{data_root}", "--allow-factories", "tests.tiny:network"]
+    words += ["--device", "cpu", "--out", str(tmp_path)]
+    (tmp_path / "report").mkdir()
+    for name in ("0001.png", "sizes.png"):
+        (tmp_path / "report" / name).write_text("mine")
+        code, printed, err = run(capsys, cli_eval.main, [*words, "--overwrite"])
+        assert (code, printed) == (2, "") and f"{tmp_path / 'report'} holds {name}, of no report in" in err
+        assert [file.name for file in tmp_path.rglob("*")] == ["report", name]
+        (tmp_path / "report" / name).unlink()
+    assert run(capsys, cli_eval.main, [*words, "--overwrite"])[0] == 0
+    (tmp_path / "report" / "0001.png").write_text("mine")
+    assert run(capsys, cli_eval.main, [*words, "--overwrite"])[0] == 2
+    assert (tmp_path / "report" / "0001.png").read_text() == "mine"
+    (tmp_path / "report" / "0001.png").rename(tmp_path / "report" / "report.md")  # An evaluation beside the figures.
+    cli_eval.check_replaced(tmp_path, cli_eval.WRITTEN, overwrite=True)
+
+
 @pytest.mark.parametrize(
     "extra", [["--ood", "nameless"], ["--weights", "w"], ["--id", "nowhere"], ["--ood", "a=x", "--ood", "a=y"]]
 )

@@ -12,7 +12,7 @@ import torch
 from psc_core.answers import ACCEPTS_NOTHING, BETTER_THAN_GUESSING
 from psc_core.bundle import read_bundle
 from psc_core.collapse import CollapseReport, LayerCollapse, LinearFit, NearestMean
-from psc_core.report import FIGURES, page
+from psc_core.report import FIGURE_FILES, FIGURES, page
 from psc_core.report import page as figures
 from psc_core.report.content import Content, Facts, Role, facts_of
 from psc_core.report.tasks import ClassificationTaskReport as words
@@ -50,14 +50,16 @@ class Page(HTMLParser):
 
 def test_page_is_self_contained_and_replaces_another(shipped: Facts, tmp_path: Path) -> None:
     (tmp_path / FIGURES).mkdir()
-    for name in ("deviations.png", "notes.txt"):
+    for name in ("deviations.png", "0001.png", "notes.txt"):
         (tmp_path / FIGURES / name).write_text("of another report")
     written = Page(page.write(shipped, tmp_path).read_text())
     images = [attributes for tag, attributes in written.tags if tag == "img"]
     assert len(images) == 8 + 1  # Every figure and one picture.
     assert all(str(image["src"]).startswith("data:image/png;base64,") and image["alt"] for image in images)
     assert not {"script", "link", "iframe"} & {tag for tag, _ in written.tags}
-    assert {path.name for path in (tmp_path / FIGURES).iterdir()} == {"notes.txt", *(f"{n}.png" for n in words.texts)}
+    kept, drawn = {"0001.png", "notes.txt"}, {f"{name}.png" for name in words.texts}
+    assert {path.name for path in (tmp_path / FIGURES).iterdir()} == kept | drawn
+    assert drawn | {f"{name}.png" for name in regression_words.texts} == FIGURE_FILES
     assert all(word in written.text for word in ("turned", "psc-serve --bundle", *words.glossary))
     assert re.search(r"clothes\s*out-of-distribution images\s*3\s*\d+\.\d %", written.text)
 
