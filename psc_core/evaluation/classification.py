@@ -15,6 +15,7 @@ The sentences hold one rule for and against PSC: an OOD score *wins* over anothe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -358,8 +359,15 @@ class ClassificationReport(Report):
                 f"Wrong among the accepted: {percent(wrong / accepted)} ({wrong} of {accepted}; {chance})."
             )
             if self.risk is not None:
-                kept = "More than promised, which was" if low > self.risk else "As promised:"
-                sentences[-1] += f" {kept} at most {percent(self.risk)}."
+                promised = f"at most {percent(self.risk)}"
+                if low > self.risk:
+                    kept = f"More than promised, which was {promised}"
+                elif high <= self.risk:
+                    kept = f"As promised: {promised}"
+                else:  # A half of what the interval leaves out lies above it.
+                    enough = math.ceil(math.log((1 - LEVEL) / 2) / math.log1p(-self.risk))
+                    kept = f"Not enough images to tell: {enough} that are all right would show the promised {promised}"
+                sentences[-1] += f" {kept}."
         return [*sentences, f"The others go to a person: {alarms} unusual, {self.images - accepted - alarms} unclear."]
 
     def _right(self) -> list[str]:

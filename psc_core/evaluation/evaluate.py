@@ -27,6 +27,7 @@ from psc_core.text import align
 
 PRIMARY: Final = "psc"  # the score by which the service decides; all others are compared with it
 LEVEL: Final = 0.99  # the confidence level of the intervals around observed rates
+SURELY_BELOW: Final = 2.0  # a rate is as stated only where the images show it to be below this multiple of the nominal
 
 # The questions that the reports of all tasks answer.
 AUTOMATED: Final = "How much can be automated?"
@@ -54,10 +55,13 @@ class ObservedRate:
 
     @property
     def assessment(self) -> str:
-        """``"as stated"``, ``"higher than stated"`` or ``"lower than stated"``, by the beta-binomial interval."""
+        """``"as stated"``, ``"higher than stated"`` or ``"lower than stated"``, by the beta-binomial interval.
+
+        ``"not shown"`` where that interval holds the count, but also those of rates far above the nominal one.
+        """
         low, high = self.calibrated_acceptance
         if low <= self.count <= high:
-            return "as stated"
+            return "as stated" if self.interval.high <= SURELY_BELOW * self.nominal else "not shown"
         return "higher than stated" if self.count > high else "lower than stated"
 
 
@@ -104,8 +108,10 @@ def percent(part: float) -> str:
 def describe_rate(what: str, rate: ObservedRate) -> str:
     """Say how often something happened, how often it was to happen, and what chance explains."""
     low, high = rate.calibrated_acceptance
+    chance = f"{f'{low} to' if low else 'up to'} {high} can be chance"
     found = {
-        "as stated": f"As promised: {f'{low} to' if low else 'up to'} {high} can be chance",
+        "as stated": f"As promised: {chance}",
+        "not shown": f"Not enough images to tell: {chance}",
         "higher than stated": f"More than promised: up to {high} can be chance",
         "lower than stated": f"Fewer than promised: down to {low} can be chance",
     }

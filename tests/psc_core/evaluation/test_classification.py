@@ -373,11 +373,23 @@ def test_summary_names_wins_ties_and_losses() -> None:
     assert "800 of 1000 images are accepted (80 %)" in automated[0]
     low, high = metrics.binomial_interval(16, 800, level=0.99)
     assert f"2 % (16 of 800; {100 * low:.3g} % to {100 * high:.3g} %" in automated[1] and low < 0.01
-    assert automated[1].endswith("As promised: at most 1 %.")
+    assert automated[1].endswith(
+        "Not enough images to tell: 528 that are all right would show the promised at most 1 %."
+    )
     assert "50 unusual, 150 unclear" in automated[2]
-    broken, silent = (dataclasses.replace(REPORT, **of) for of in ({"accepted_wrong": 24}, {"risk": None}))
+    changes = ({"accepted_wrong": 24}, {"risk": None}, {"risk": 1.0})
+    broken, silent, certain = (dataclasses.replace(REPORT, **of) for of in changes)
     assert "More than promised, which was at most 1 %" in broken.answers()[AUTOMATED][1]
     assert "promised" not in silent.answers()[AUTOMATED][1]
+    assert certain.answers()[AUTOMATED][1].endswith("As promised: at most 100 %.")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "accepted", "shown"), [(0, 3, "Not"), (1, 3, "Not"), (0, 527, "Not"), (0, 528, "As"), (63, 9456, "As")]
+)
+def test_a_promise_is_kept_where_the_images_show_it(wrong: int, accepted: int, shown: str) -> None:
+    report = dataclasses.replace(REPORT, accepted=accepted, accepted_wrong=wrong)
+    assert f"with 99% confidence). {shown} " in report.answers()[AUTOMATED][1]
 
 
 def test_answers_say_what_was_not_measured() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from psc_core import load_model, open_dataset
-from psc_core.evaluation.evaluate import ObservedRate, evaluate, observed_rate
+from psc_core.evaluation.evaluate import ObservedRate, describe_rate, evaluate, observed_rate
 from psc_core.metrics import CountInterval, RateInterval
 
 
@@ -38,6 +38,25 @@ def test_a_model_of_any_task_is_measured(
 def test_assessment_at_the_edges(count: int, assessment: str) -> None:
     interval, counted, expected = RateInterval(0.03, 0.07), CountInterval(33, 69), CountInterval(20, 80)
     assert ObservedRate(0.05, count, 1000, 199, 0.99, interval, counted, expected).assessment == assessment
+
+
+@pytest.mark.parametrize(
+    ("count", "images", "calibrated_on", "assessment"),
+    [
+        (1, 3, 4000, "not shown"),
+        (0, 30, 4000, "not shown"),
+        (200, 1000, 19, "not shown"),  # Of so few calibration images, many times the nominal rate can be chance.
+        (0, 60, 4000, "as stated"),
+        (15, 300, 4000, "as stated"),
+        (915, 16000, 4000, "as stated"),
+    ],
+)
+def test_a_rate_is_as_stated_where_the_images_show_it(
+    count: int, images: int, calibrated_on: int, assessment: str
+) -> None:
+    rate = observed_rate(torch.arange(images) < count, 0.05, calibrated_on)
+    assert rate.assessment == assessment
+    assert ("Not enough images to tell" in describe_rate("Alarms", rate)) == (assessment == "not shown")
 
 
 def test_observed_rates_follow_the_beta_binomial() -> None:
