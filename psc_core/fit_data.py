@@ -28,16 +28,7 @@ from psc_core.bundle import write_file
 from psc_core.collapse import CollapseReport
 from psc_core.compute import Compute
 from psc_core.conformal import check_rates
-from psc_core.data.cache import (
-    NONE,
-    SHOWN_IMAGES,
-    Scratch,
-    cache_images,
-    check_unreadable,
-    find_unreadable,
-    only_readable,
-    without,
-)
+from psc_core.data.cache import Scratch, cache_images, only_readable, readable
 from psc_core.data.dataset import ImageDataset, draw, draw_balanced, split_validation
 from psc_core.data.loaders import temporary_folder
 from psc_core.data.open import check_same
@@ -151,19 +142,11 @@ class FitData:
 
     def readable(self, at_most: int, compute: Compute | None = None) -> tuple[FitData, tuple[str, ...]]:
         """Return the images that can be decoded, and lines of text about the others; with 0 none are searched for."""
-        if not at_most:
+        (train, val), notes = readable((self.train, self.val), at_most, compute)  # They are labelled already.
+        if not notes:
             return self, ()
-        train = find_unreadable(self.train, at_most, compute)
-        val = find_unreadable(self.val, at_most - len(train), compute) if len(train) <= at_most else NONE
-        check_unreadable(at_most, train, val)
-        count, reasons = len(train) + len(val), (*train.reasons, *val.reasons)[:SHOWN_IMAGES]
-        if not count:
-            return self, ()
-        kept_train, kept_val = without(self.train, train), without(self.val, val)  # They are labelled already.
-        of_each = f"{len(train)} of {self.train.name}, {len(val)} of {self.val.name}"
-        notes = (*(f"left out: {reason}" for reason in reasons), f"left out {count} that cannot be decoded: {of_each}")
-        kept = replace(self, train=kept_train, val=kept_val, skipped=(len(train), len(val)))
-        return kept.checked(), notes
+        skipped = len(self.train) - len(train), len(self.val) - len(val)
+        return replace(self, train=train, val=val, skipped=skipped).checked(), notes
 
     @property
     def is_ambiguous(self) -> bool:

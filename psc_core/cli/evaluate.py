@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from psc_core import settings
 from psc_core.cli import flags
+from psc_core.data import MAX_BAD_IMAGES
 from psc_core.errors import UsageError, join_names
 from psc_core.images.files import is_hidden
 from psc_core.report import FIGURE_FILES, FIGURES, PAGE
@@ -50,6 +51,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_model_flags(cli)
     text = f"number of images sent through the network at once (default: {BATCH_IMAGES})"
     cli.add_argument("--batch-images", type=settings.positive, default=BATCH_IMAGES, metavar="N", help=text)
+    text = "leave out up to N images that cannot be decoded; N above 0 costs another pass"
+    text = f"{text} (default: {MAX_BAD_IMAGES})"
+    cli.add_argument("--max-bad-images", type=settings.whole, default=MAX_BAD_IMAGES, metavar="N", help=text)
     cli.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {', '.join(WRITTEN)}")
     cli.add_argument("--overwrite", action="store_true", help="replace the report in --out")
     cli.add_argument("--verbose", action="store_true", help="print all measurements too, which --out writes anyway")
@@ -59,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
 def evaluate(args: argparse.Namespace) -> None:
     """Measure the bundle, print the report, and write it where ``--out`` says."""
     from psc_core.bundle import CONTENT, read_bundle
+    from psc_core.data.cache import readable
     from psc_core.data.open import folder_of, unread_files
     from psc_core.evaluation.evaluate import evaluate as measure
     from psc_core.evaluation.evaluate import seen_warning, weights_warning
@@ -89,8 +94,13 @@ def evaluate(args: argparse.Namespace) -> None:
     fitted_on = {
         split: task.open_images(model, spec, split=split, target=args.target) for split, spec in splits.items()
     }
-    each = (seen_warning(model, id_data, fitted_on), weights_warning(model, args.weights) if fitted_on else "")
-    warnings = tuple(filter(None, each))
+    of_weights = weights_warning(model, args.weights) if fitted_on else ""
+    opened = (id_data, *ood.values(), *fitted_on.values())
+    (id_data, *others), left_out = readable(opened, args.max_bad_images)
+    ood, fitted_on = dict(zip(ood, others, strict=False)), dict(zip(fitted_on, others[len(ood) :], strict=True))
+    for line in left_out:
+        print(line)
+    warnings = tuple(filter(None, (seen_warning(model, id_data, fitted_on), of_weights)))
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     baselines = None

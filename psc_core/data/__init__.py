@@ -2,4 +2,4 @@
 
 from typing import Final
 
-MAX_BAD_IMAGES: Final = 10  # default maximum number of images that a fit leaves out because they cannot be decoded
+MAX_BAD_IMAGES: Final = 10  # default maximum number of images that are left out because they cannot be decoded

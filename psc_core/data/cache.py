@@ -311,11 +311,31 @@ def only_readable(dataset: ImageDataset, at_most: int) -> ImageDataset:
     return without(dataset, found)
 
 
+def readable(
+    sets: Sequence[ImageDataset], at_most: int, compute: Compute | None = None
+) -> tuple[list[ImageDataset], tuple[str, ...]]:
+    """Return the images that can be decoded, and lines of text about the others; with 0 none are searched for."""
+    found: list[Unreadable] = []
+    for data in sets if at_most else ():
+        left = at_most - sum(map(len, found))
+        found.append(find_unreadable(data, left, compute) if left >= 0 else NONE)
+    check_unreadable(at_most, *found)
+    if not (count := sum(map(len, found))):
+        return [*sets], ()
+    kept = [without(data, bad) for data, bad in zip(sets, found, strict=True)]
+    of_each = ", ".join(f"{len(bad)} of {data.name}" for data, bad in zip(sets, found, strict=True))
+    reasons = [reason for each in found for reason in each.reasons][:SHOWN_IMAGES]
+    return kept, (
+        *(f"left out: {reason}" for reason in reasons),
+        f"left out {count} that cannot be decoded: {of_each}",
+    )
+
+
 def check_unreadable(at_most: int, *found: Unreadable) -> None:
     """Raise :class:`DataError` if more than ``at_most`` images, of all data sets together, cannot be decoded."""
     count, reasons = sum(map(len, found)), [reason for each in found for reason in each.reasons]
     if count > at_most:
         raise DataError(
             f"expected at most {at_most} images that cannot be decoded, found more: {'; '.join(reasons[:SHOWN_IMAGES])}"
-            f"{'; …' * (count > SHOWN_IMAGES)}; repair or remove them, or leave out more by --max-bad-images of psc-fit"
+            f"{'; …' * (count > SHOWN_IMAGES)}; repair or remove them, or leave out more by --max-bad-images"
         )

@@ -96,6 +96,32 @@ def test_images_of_other_classes_are_refused_before_baselines_are_fitted(
     assert code == 2 and "expected the model's 10 classes in fashion-mnist" in err
 
 
+def write_digits(root: Path, data_root: Path, split: str, images: int) -> Path:
+    """Write a folder of digits whose classes are called as those of ``mnist``."""
+    folders.write_digits(root, data_root, split, images)
+    for digit, name in enumerate(folders.NAMES):
+        (root / name).rename(root / str(digit))
+    return root
+
+
+def test_images_that_cannot_be_decoded_are_left_out(
+    tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, odd = (write_digits(tmp_path / name, data_root, "test", 80) for name in ("known", "odd"))
+    for file in (known / "1" / "bad.png", odd / "bad.png", odd / "worse.png"):
+        file.write_bytes(b"text")
+    words = ["--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--device", "cpu"]
+    words += ["--id", str(known), "--ood", f"odd={odd}"]
+    code, out, err = run(capsys, cli_eval.main, [*words, "--out", str(tmp_path / "out")])
+    assert code == 0, err
+    assert f"left out: {known / '1' / 'bad.png'}: " in out and f"left out: {odd / 'worse.png'}: " in out
+    assert f"left out 3 that cannot be decoded: 1 of {known}, 2 of {odd}\n" in out
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["images"], report["ood_images"]) == (80, {"odd": 80})
+    code, out, err = run(capsys, cli_eval.main, [*words, "--max-bad-images", "2"])
+    assert code == 2 and "expected at most 2 images that cannot be decoded" in err and "evaluating" not in err
+
+
 @pytest.mark.parametrize(
     ("recorded", "given", "noun"),
     [
@@ -115,9 +141,7 @@ def test_warns_of_images_that_the_model_has_seen(
     given: str | None,
     noun: str | None,
 ) -> None:
-    images = folders.write_digits(tmp_path / "images", data_root, "val", 150)
-    for digit, name in enumerate(folders.NAMES):
-        (images / name).rename(images / str(digit))
+    images = write_digits(tmp_path / "images", data_root, "val", 150)
     ours = open_dataset(str(images), split="test", preprocess=PRESETS["mnist"]).digest()
     entry = {"sha256": ours}
     provenance = {key: entry if value == "sha256" else [entry] for key, value in recorded.items()}
