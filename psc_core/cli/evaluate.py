@@ -66,7 +66,7 @@ def evaluate(args: argparse.Namespace) -> None:
     from psc_core.data.cache import readable
     from psc_core.data.open import folder_of, unread_files
     from psc_core.evaluation.evaluate import evaluate as measure
-    from psc_core.evaluation.evaluate import seen_warning, weights_warning
+    from psc_core.evaluation.evaluate import repeated_warning, seen_warning, weights_warning
     from psc_core.model import model_class_of
     from psc_core.report import page
     from psc_core.report.content import Content, collect_test, facts_of
@@ -100,7 +100,8 @@ def evaluate(args: argparse.Namespace) -> None:
     ood, fitted_on = dict(zip(ood, others, strict=False)), dict(zip(fitted_on, others[len(ood) :], strict=True))
     for line in left_out:
         print(line)
-    warnings = tuple(filter(None, (seen_warning(model, id_data, fitted_on), of_weights)))
+    repeated = map(repeated_warning, (id_data, *ood.values()))
+    warnings = tuple(filter(None, (seen_warning(model, id_data, fitted_on), of_weights, *repeated)))
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     baselines = None

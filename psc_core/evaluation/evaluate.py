@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from psc_core import metrics
 from psc_core.bundle import HISTORY
 from psc_core.compute import Compute, autocast
-from psc_core.data.cache import REPEATED, shared_images
+from psc_core.data.cache import REPEATED, repeated_images, shared_images
 from psc_core.data.dataset import ImageDataset
 from psc_core.errors import UsageError
 from psc_core.images.preprocess import Images, Preprocess
@@ -268,6 +268,16 @@ def seen_warning(model: FittedModel, data: ImageDataset, fitted_on: Mapping[str,
                 "them does not hold for new ones, so give images that it has not seen"
             )
     return ""
+
+
+def repeated_warning(data: ImageDataset) -> str:
+    """Return a warning, or "", if more images than a few repeat: as copies, or in several rows of a table."""
+    if (count := repeated_images(data)) <= REPEATED * len(data):
+        return ""
+    return (
+        f"{count} of the {len(data)} images of {data.name} are repeated, so that fewer are measured than are counted "
+        "and the intervals are too narrow; give each once: no copies, no row twice"
+    )
 
 
 def weights_warning(model: FittedModel, weights: Path) -> str:

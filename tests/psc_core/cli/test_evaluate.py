@@ -110,14 +110,16 @@ def test_images_that_cannot_be_decoded_are_left_out(
     known, odd = (write_digits(tmp_path / name, data_root, "test", 80) for name in ("known", "odd"))
     for file in (known / "1" / "bad.png", odd / "bad.png", odd / "worse.png"):
         file.write_bytes(b"text")
+    (known / "2" / "copy.png").symlink_to(next((known / "2").glob("[0-9]*.png")))
     words = ["--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--device", "cpu"]
     words += ["--id", str(known), "--ood", f"odd={odd}"]
     code, out, err = run(capsys, cli_eval.main, [*words, "--out", str(tmp_path / "out")])
     assert code == 0, err
     assert f"left out: {known / '1' / 'bad.png'}: " in out and f"left out: {odd / 'worse.png'}: " in out
     assert f"left out 3 that cannot be decoded: 1 of {known}, 2 of {odd}\n" in out
+    assert f"warning: 1 of the 81 images of {known} are repeated" in err
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert (report["images"], report["ood_images"]) == (80, {"odd": 80})
+    assert (report["images"], report["ood_images"]) == (81, {"odd": 80})
     code, out, err = run(capsys, cli_eval.main, [*words, "--max-bad-images", "2"])
     assert code == 2 and "expected at most 2 images that cannot be decoded" in err and "evaluating" not in err
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from psc_core import load_model, open_dataset
-from psc_core.evaluation.evaluate import ObservedRate, describe_rate, evaluate, observed_rate
+from psc_core.data.open import image_folder
+from psc_core.evaluation.evaluate import ObservedRate, describe_rate, evaluate, observed_rate, repeated_warning
 from psc_core.metrics import CountInterval, RateInterval
+from tests.psc_core.data.support import TINY, write_folder
 
 
 @pytest.mark.parametrize(("bundle", "data"), [("tiny_bundle", "dirty-mnist"), ("angle_bundle", "rotated-mnist")])
@@ -57,6 +59,18 @@ def test_a_rate_is_as_stated_where_the_images_show_it(
     rate = observed_rate(torch.arange(images) < count, 0.05, calibrated_on)
     assert rate.assessment == assessment
     assert ("Not enough images to tell" in describe_rate("Alarms", rate)) == (assessment == "not shown")
+
+
+def test_images_that_repeat_are_warned_of(tmp_path: Path) -> None:
+    images = write_folder(tmp_path / "images", {"a": 60})
+    assert repeated_warning(image_folder(images, TINY)) == ""
+    (images / "a" / "copy.png").write_bytes((images / "a" / "0.png").read_bytes())
+    (images / "a" / "link.png").symlink_to("1.png")
+    assert f"2 of the 62 images of {images} are repeated" in repeated_warning(image_folder(images, TINY))
+    rows = [f"a/{number}.png,a" for number in range(60)] * 2
+    table = images / "twice.csv"
+    table.write_text("\n".join(["file,label", *rows]))
+    assert "60 of the 120 images" in repeated_warning(open_dataset(table, split="test", preprocess=TINY))
 
 
 def test_observed_rates_follow_the_beta_binomial() -> None:
