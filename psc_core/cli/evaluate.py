@@ -66,7 +66,7 @@ def evaluate(args: argparse.Namespace) -> None:
     from psc_core.data.cache import readable
     from psc_core.data.open import folder_of, unread_files
     from psc_core.evaluation.evaluate import evaluate as measure
-    from psc_core.evaluation.evaluate import repeated_warning, seen_warning, weights_warning
+    from psc_core.evaluation.evaluate import repeated_warning, seen_warning, shared_with, weights_warning
     from psc_core.model import model_class_of
     from psc_core.report import page
     from psc_core.report.content import Content, collect_test, facts_of
@@ -100,15 +100,20 @@ def evaluate(args: argparse.Namespace) -> None:
     ood, fitted_on = dict(zip(ood, others, strict=False)), dict(zip(fitted_on, others[len(ood) :], strict=True))
     for line in left_out:
         print(line)
-    repeated = map(repeated_warning, (id_data, *ood.values()))
-    warnings = tuple(filter(None, (seen_warning(model, id_data, fitted_on), of_weights, *repeated)))
+    repeated, shared = map(repeated_warning, (id_data, *ood.values())), shared_with(id_data, ood)
+    of_shared = (
+        f"{count} of the {len(ood[name])} images of {name} are images of {id_data.name} too, so that no score tells "
+        "them apart; give images that are out of distribution"
+        for name, count in shared.items()
+    )
+    warnings = tuple(filter(None, (seen_warning(model, id_data, fitted_on), of_weights, *repeated, *of_shared)))
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     baselines = None
     if fitted_on:
         baselines = task.open_baselines(model, args.weights, **fitted_on, batch_images=args.batch_images)
     found = measure(model, id_data, ood, baselines, batch_images=args.batch_images)
-    measured = replace(found.report, warnings=warnings)
+    measured = replace(found.report, warnings=warnings, shared=shared)
     text = measured.to_text(verbose=args.verbose)
     if args.out:
         (args.out / "report.json").write_text(json.dumps(measured.to_json(), indent=2) + "\n")

@@ -393,7 +393,8 @@ class ClassificationReport(Report):
             return []
         doubled = self.doubled
         found = ", ".join(f"{percent(part)} of {name}" for name, part in doubled.flagged.items())
-        teaches = " Ten such images teach it: psc-recalibrate --learn." if self.has_checks else ""
+        can_learn = self.has_checks and not self.shared  # What it would learn is its own classes.
+        teaches = " Ten such images teach it: psc-recalibrate --learn." if can_learn else ""
         return [
             f"With alpha {doubled.alpha:g} (psc-serve --alpha, ?alpha= of a request): {found}, and "
             f"{percent(doubled.false_alarms)} of {self.id_name}.{teaches}"

@@ -127,6 +127,7 @@ class Report(ABC):
     id_name: str  # name of the in-distribution test data
     images: int  # number of these images
     warnings: tuple[str, ...] = field(default=(), kw_only=True)
+    shared: Mapping[str, int] = field(default_factory=dict, kw_only=True)  # images that are test images too, by OOD set
 
     @abstractmethod
     def heading(self) -> str:
@@ -278,6 +279,12 @@ def repeated_warning(data: ImageDataset) -> str:
         f"{count} of the {len(data)} images of {data.name} are repeated, so that fewer are measured than are counted "
         "and the intervals are too narrow; give each once: no copies, no row twice"
     )
+
+
+def shared_with(data: ImageDataset, ood: Mapping[str, ImageDataset]) -> dict[str, int]:
+    """Return how many images of each out-of-distribution set are test images, where these are more than a few."""
+    counts = {name: shared_images(data, others) for name, others in ood.items()}
+    return {name: count for name, count in counts.items() if count > REPEATED * len(ood[name])}
 
 
 def weights_warning(model: FittedModel, weights: Path) -> str:

@@ -124,6 +124,19 @@ def test_images_that_cannot_be_decoded_are_left_out(
     assert code == 2 and "expected at most 2 images that cannot be decoded" in err and "evaluating" not in err
 
 
+def test_test_images_among_those_that_should_be_found_are_warned_of(
+    tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = write_digits(tmp_path / "known", data_root, "test", 80)
+    words = ["--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--device", "cpu"]
+    words += ["--id", str(known), "--ood", f"same={known}", "--ood", f"shirts=fashion-mnist:{data_root}"]
+    code, out, err = run(capsys, cli_eval.main, [*words, "--out", str(tmp_path / "out")])
+    assert code == 0, err
+    assert f"warning: 80 of the 80 images of same are images of {known} too" in err and "of shirts are" not in err
+    assert "same: PSC reaches AUROC 0.5" in out and "With alpha" in out
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["shared"] == {"same": 80}
+
+
 @pytest.mark.parametrize(
     ("recorded", "given", "noun"),
     [

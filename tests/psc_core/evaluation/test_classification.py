@@ -414,6 +414,8 @@ def test_answers_say_what_was_not_measured() -> None:
 def test_only_a_model_with_checks_can_be_taught(has_checks: bool) -> None:
     lines = dataclasses.replace(REPORT, has_checks=has_checks).answers()[OTHERS]
     assert ("--learn" in lines[-1]) == has_checks and "alpha 0.1" in lines[-1]
+    lines = dataclasses.replace(REPORT, has_checks=has_checks, shared={"hard": 30}).answers()[OTHERS]
+    assert "--learn" not in lines[-1], "what would be taught is the classes"
 
 
 def test_unknown_standard_error_is_a_tie() -> None:
