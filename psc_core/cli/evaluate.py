@@ -84,9 +84,10 @@ def evaluate(args: argparse.Namespace) -> None:
         raise UsageError(f"a {model.task.noun} has no baselines; leave out --weights, --train and --val")
     id_data = task.open_images(model, args.id, target=args.target)
     model.task.check_images(model.classes, id_data)
-    for line in (*unread_files(id_data), *id_data.notes):
-        print(line)
     ood = open_others(args.ood, model.preprocess)
+    of_ood = (line for data in ood.values() for line in unread_files(data, labelled_images=False))
+    for line in (*unread_files(id_data), *id_data.notes, *of_ood):
+        print(line)
     if args.out:
         flags.check_outside(args.out, "--out", filter(None, map(folder_of, (id_data, *ood.values()))))
         args.out.mkdir(parents=True, exist_ok=True)

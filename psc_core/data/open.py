@@ -608,10 +608,11 @@ def image_folder(
     return replace(data, notes=(note,))
 
 
-def unread_files(data: ImageDataset) -> tuple[str, ...]:
-    """Return lines that count the files that are not read of a folder of images with classes; of others none."""
-    root = folder_of(data)
-    return tuple(filter(None, (unread_beside(root), unread_below(root)))) if root else ()
+def unread_files(data: ImageDataset, *, labelled_images: bool = True) -> tuple[str, ...]:
+    """Return lines that count the files that are not read of a folder of images; of other data sets none."""
+    if (root := folder_of(data)) is None:
+        return ()
+    return tuple(filter(None, (unread_beside(root) if labelled_images else "", unread_below(root))))
 
 
 def folder_of(data: ImageDataset) -> Path | None:

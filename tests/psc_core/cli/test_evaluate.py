@@ -111,10 +111,12 @@ def test_images_that_cannot_be_decoded_are_left_out(
     for file in (known / "1" / "bad.png", odd / "bad.png", odd / "worse.png"):
         file.write_bytes(b"text")
     (known / "2" / "copy.png").symlink_to(next((known / "2").glob("[0-9]*.png")))
+    (odd / "1.heic").touch()
     words = ["--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--device", "cpu"]
     words += ["--id", str(known), "--ood", f"odd={odd}"]
     code, out, err = run(capsys, cli_eval.main, [*words, "--out", str(tmp_path / "out")])
     assert code == 0, err
+    assert f"{odd}: not read, by their suffix: 1 .heic" in out
     assert f"left out: {known / '1' / 'bad.png'}: " in out and f"left out: {odd / 'worse.png'}: " in out
     assert f"left out 3 that cannot be decoded: 1 of {known}, 2 of {odd}\n" in out
     assert f"warning: 1 of the 81 images of {known} are repeated" in err

@@ -109,6 +109,8 @@ def test_files_of_a_folder_that_are_not_read_are_counted(tmp_path: Path) -> None
         (tmp_path / "images" / name).touch()
     beside, others = unread_files(data)
     assert "beside the class folders: 1 .png" in beside and "by their suffix: 1 .heic" in others
+    unlabelled = image_folder(tmp_path / "images", TINY, labelled_images=False)
+    assert unread_files(unlabelled, labelled_images=False) == (others,), "images beside folders are read"
     elsewhere = image_folder(write_folder(tmp_path / "others", {"a": 1}), TINY)
     assert unread_files(replace(elsewhere, name=data.name)) == (), "a data set may have the name of any folder"
 
