@@ -64,7 +64,7 @@ def evaluate(args: argparse.Namespace) -> None:
     """Measure the bundle, print the report, and write it where ``--out`` says."""
     from psc_core.bundle import CONTENT, read_bundle
     from psc_core.data.cache import readable
-    from psc_core.data.open import folder_of, unread_files
+    from psc_core.data.open import folder_of, is_table, unread_files
     from psc_core.evaluation.evaluate import evaluate as measure
     from psc_core.evaluation.evaluate import repeated_warning, seen_warning, shared_with, weights_warning
     from psc_core.model import model_class_of
@@ -74,6 +74,10 @@ def evaluate(args: argparse.Namespace) -> None:
     given = [value is not None for value in (args.weights, args.train, args.val)]
     if any(given) and not all(given):
         raise UsageError("expected --weights, --train and --val together, or none of them")
+    if args.target is not None and not any(map(is_table, filter(None, (args.id, args.train, args.val)))):
+        raise UsageError(
+            f"{args.id} is no table, so --target {args.target!r} has no effect; leave it out, or give a table"
+        )
     if args.out:
         check_replaced(args.out, WRITTEN, overwrite=args.overwrite)
     bundle = read_bundle(args.bundle)

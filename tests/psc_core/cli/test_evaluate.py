@@ -86,6 +86,19 @@ def test_eval_rejects_bad_flags(tiny_bundle: Path, data_root: Path, capsys, extr
     assert "expected" in err or "is not a directory" in err
 
 
+def test_a_target_without_a_table_is_refused(
+    tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = write_digits(tmp_path / "known", data_root, "test", 80)
+    words = ["--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--device", "cpu"]
+    code, _, err = run(capsys, cli_eval.main, [*words, "--id", str(known), "--target", "label"])
+    assert code == 2 and f"{known} is no table, so --target 'label' has no effect" in err
+    rows = [f"{file},{file.parent.name},a" for file in known.rglob("*.png")]
+    (tmp_path / "known.csv").write_text("\n".join(["file,label,other", *rows]))
+    code, out, err = run(capsys, cli_eval.main, [*words, "--id", str(tmp_path / "known.csv"), "--target", "label"])
+    assert code == 0 and "80 images" in out, err
+
+
 def test_images_of_other_classes_are_refused_before_baselines_are_fitted(
     tiny_bundle: Path, data_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
