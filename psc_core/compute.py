@@ -12,7 +12,6 @@ ranges of columns, over which scatter and distances add up, so that the class me
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import sys
 import threading
@@ -321,18 +320,24 @@ def track_images(
     dataset: ImageDataset, compute: Compute, description: str, order: Tensor | None = None
 ) -> Iterator[Batch]:
     batches = dataset.batches(compute.batch_size, order=order)
-    return track(batches, total=math.ceil(len(dataset) / compute.batch_size), description=description)
+    total = len(dataset if order is None else order)
+    return track(batches, total=total, description=description, size=lambda batch: len(batch.images))
 
 
-def track(items: Iterable[Item], *, total: int, description: str) -> Iterator[Item]:
-    """Yield ``items`` and report how many of ``total`` are done, the rate, and the time left.
+def track(
+    items: Iterable[Item], *, total: int, description: str, size: Callable[[Item], int] = lambda _: 1
+) -> Iterator[Item]:
+    """Yield ``items`` and report how many of ``total`` are done, the rate, and the time left; an item counts its size.
 
     There may be fewer: a search that ends early.  A bar makes room for the next; instead of one, a file or pipe gets
     one line at the end and at most one every :data:`LOG_SECONDS`.
     """
     description = _numbered(description)
     if sys.stderr.isatty():
-        yield from tqdm(items, desc=description, total=total, dynamic_ncols=True, leave=False)
+        with tqdm(desc=description, total=total, dynamic_ncols=True, leave=False) as bar:
+            for item in items:
+                yield item
+                bar.update(size(item))
         return
 
     def log(total: int, seconds: float) -> None:
@@ -342,8 +347,9 @@ def track(items: Iterable[Item], *, total: int, description: str) -> Iterator[It
 
     began = last = time.monotonic()
     done = 0
-    for done, item in enumerate(items, 1):
+    for item in items:
         yield item
+        done += size(item)
         if (now := time.monotonic()) - last >= LOG_SECONDS and done < total:
             last = now
             log(total, now - began)

@@ -271,7 +271,8 @@ def find_unreadable(dataset: ImageDataset, at_most: int, compute: Compute | None
     if not isinstance(dataset.source, ArraySource | TensorSource):
         chunks = torch.split(torch.arange(compute.rank, len(dataset), compute.world), _AT_ONCE)
         with ThreadPoolExecutor(DECODERS, "psc-decode") as pool:
-            for chunk in track(chunks, total=len(chunks), description=f"decoding {dataset.name}"):
+            total = len(range(compute.rank, len(dataset), compute.world))
+            for chunk in track(chunks, total=total, description=f"decoding {dataset.name}", size=len):
                 reasons = pool.map(lambda position: why_unreadable(dataset, position), chunk.tolist())
                 is_bad[chunk] = torch.tensor([reason is not None for reason in reasons], dtype=torch.int64)
                 if int(is_bad.sum()) > at_most:

@@ -1,5 +1,6 @@
 import inspect
 import itertools
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from psc_core.compute import (
     steps,
     together,
     track,
+    track_images,
 )
 from psc_core.data.dataset import ArraySource, draw_balanced, label_images
 from psc_core.errors import UsageError
@@ -146,6 +148,16 @@ def test_long_pass_logs_each_half_minute(capsys: pytest.CaptureFixture[str], mon
         "pass 6/7 (0.1/s, 60 s, 10 s left)",
         "pass 7/7 (0.1/s, 80 s)",
     ]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_pass_counts_images(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = images(0, 11)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    assert sum(len(batch.images) for batch in track_images(data, process(0, 1), "pass")) == len(data)
+    assert f"{0 if is_terminal else len(data)}/{len(data)} " in capsys.readouterr().err
 
 
 def test_steps_number_what_is_tracked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
