@@ -61,7 +61,7 @@ from psc_core.errors import NetworkError, warn
 from psc_core.features import FeatureMatrix, as_matrix, blocks
 from psc_core.fitted import Record
 from psc_core.heads.base import ClassifierHead, ClassifierOutput, Scored, in_memory, score_classes
-from psc_core.metrics import label_nll
+from psc_core.metrics import better_than_guessing, label_nll
 
 SAMPLE_VALUES: Final = 1 << 24  # largest m × columns, and m × classes, that V is measured on (64 MiB each)
 KEPT_VALUES: Final = 1 << 26  # largest n × dim, and n × classes, that products with C keep (256 MiB each)
@@ -266,6 +266,7 @@ def choose_temperature(
 
 
 PRIOR_PRECISIONS: Final = (1e4, 1e3, 1e2, 1e1, 1e0, 1e-1, 1e-2)  # τ, for features of unit variance
+RISES: Final = 2  # of the selection NLL in a row, that end the path
 STEPS: Final = 100  # maximum number of Newton steps for one precision
 PRODUCTS: Final = 500  # maximum number of products with C in a step
 INEXACT: Final = 0.25  # largest remaining error of a step, relative to the gradient
@@ -307,10 +308,13 @@ def choose_softmax(
     num_classes: int,
     finish: bool = True,
 ) -> SoftmaxFit:
-    """Return a fit along :data:`PRIOR_PRECISIONS`, until the selection NLL rises: the strongest prior of the best.
+    """Return a fit along :data:`PRIOR_PRECISIONS`: the strongest prior of the best.
 
-    These are the fits whose NLL over the m selection examples is higher than the lowest by at most :func:`worth`.  If
-    ``finish``, it is finished, and the progress is reported: with many features, each fit takes minutes.
+    These are the fits whose NLL over the m selection examples is higher than the lowest by at most :func:`worth`.  The
+    path ends once the NLL has risen :data:`RISES` times in a row and the fit with the lowest is better than guessing:
+    where training images are of other proportions than the selection split, the NLL first rises while the biases learn
+    these, and falls below that only when the weights grow.  If ``finish``, the fit is finished, and the progress is
+    reported: with many features, each takes minutes.
     """
 
     origin = torch.zeros(num_classes, train.shape[1] + 1, dtype=torch.float64, device=train.device)
@@ -326,13 +330,16 @@ def choose_softmax(
     def walk() -> Iterator[SoftmaxFit]:
         """Yield the strongest of the best fits so far after each fit."""
         gain = worth(selection_labels) / len(selection_labels)
-        best = [fit(PRIOR_PRECISIONS[0], origin, PATH_TOLERANCE)]  # the last has the least NLL
+        weaker, rises = fit(PRIOR_PRECISIONS[0], origin, PATH_TOLERANCE), 0
+        best = [weaker]  # the last has the least NLL
         for prior_precision in PRIOR_PRECISIONS[1:]:
             yield best[0]
-            weaker = fit(prior_precision, best[-1].theta(), PATH_TOLERANCE)
-            if weaker.selection_nll > best[-1].selection_nll:
+            before, weaker = weaker, fit(prior_precision, weaker.theta(), PATH_TOLERANCE)
+            rises = rises + 1 if weaker.selection_nll > before.selection_nll else 0
+            if weaker.selection_nll <= best[-1].selection_nll:
+                best = [*(each for each in best if each.selection_nll <= weaker.selection_nll + gain), weaker]
+            if rises >= RISES and better_than_guessing(best[-1].logits(selection).argmax(1), selection_labels):
                 break
-            best = [*(each for each in best if each.selection_nll <= weaker.selection_nll + gain), weaker]
         yield best[0]
         if finish:
             yield fit(best[0].prior_precision, best[0].theta(), TOLERANCE)

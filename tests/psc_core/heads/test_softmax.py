@@ -71,6 +71,24 @@ def test_chooses_the_strongest_prior_of_the_best_selection_nll(count: int) -> No
     assert 300 * chosen.selection_nll == pytest.approx(nlls[chosen.prior_precision], abs=0.05)
 
 
+@pytest.mark.parametrize("spread", [0.5, 0.7])
+def test_rare_training_classes_do_not_end_the_search(spread: float) -> None:
+    """The biases learn their proportions first, and the NLL of as many images of each class rises, once or twice."""
+    random = torch.Generator().manual_seed(0)
+    y, y_val = torch.arange(3000), torch.arange(300) % 3
+    y = torch.where(y < 2970, 0, y % 3)
+    means = spread * torch.randn(3, 10, generator=random)
+    z, z_val = (means[each] + 0.5 * torch.randn(len(each), 10, generator=random) for each in (y, y_val))
+    z, z_val = (z - z.mean(0)) / z.std(0), (z_val - z.mean(0)) / z.std(0)
+    nlls, start = [], torch.zeros(3, 11, dtype=torch.float64)
+    for prior_precision in softmax.PRIOR_PRECISIONS:
+        weight, bias = softmax.fit_softmax(z, y, prior_precision=prior_precision, start=start)
+        nlls.append(softmax.nll(z_val.double() @ weight.T + bias, y_val).mean().item())
+    chosen = softmax.choose_softmax(z, y, z_val, y_val, num_classes=3)
+    assert chosen.selection_nll <= min(nlls) + softmax.worth(y_val) / 300 + 1e-3
+    assert (chosen.logits(z_val).argmax(1) == y_val).double().mean() > 0.5
+
+
 def test_a_selection_without_errors_does_not_choose_the_weakest_prior() -> None:
     """Its NLL falls as long as the weights grow; other examples of the same classes pay for that."""
     y = torch.arange(300) % 3
