@@ -90,6 +90,7 @@ class _Backbone(_Strict):
     layers: list[str]
     keep_output: bool
     hooks: _Hooks | None
+    tokens_first: list[str] = []
 
 
 class _Projection(_Strict):
@@ -222,7 +223,7 @@ class Manifest(_Strict):
         of_texture = texture.density.sizes if texture else {"classes": classes}
         without = {part for part in OPTIONAL if getattr(self, part) is None}
         needed = {f"{part}.safetensors" for part in PARTS if part not in without}
-        network = self.backbone.network
+        network, first = self.backbone.network, self.backbone.tokens_first
         if network is None:
             needed = {GRAPH, *needed} - {f"{PARTS[0]}.safetensors"}
         outputs = self.task.network_outputs(self.network_classes)
@@ -231,6 +232,7 @@ class Manifest(_Strict):
             *self.task.agreements(self),
             ("backbone.keep_output", self.predictions == "original", self.backbone.keep_output),
             ("backbone.layers", layers_of(self.layers, beside_z, last_layer, map_layer), self.backbone.layers),
+            ("backbone.tokens_first", [n for n in self.backbone.layers if n in first], first),
             ("backbone.network.num_classes", outputs, outputs if network is None else network.num_classes),
             ("backbone.hooks", None, None if network is not None else self.backbone.hooks),
             ("projection.positions (their number)", len(self.layers), len(self.projection.positions)),

@@ -47,6 +47,37 @@ class LeNet(nn.Module):
         return logits
 
 
+class Tokens(nn.Module):
+    """Blocks with attention over a few tokens, the first of which is classified; tokens or images come first."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1, tokens: int = 4, *, first: bool = True) -> None:
+        super().__init__()
+        self.tokens, self.first = tokens, first
+        self.patch = nn.Linear(784 * in_channels // tokens, 8)
+        self.blocks = nn.Sequential(*(Attends(first=first) for _ in range(3)))
+        self.head = nn.Linear(8, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (batch, classes)."""
+        x = self.patch(x.flatten(1).unflatten(1, (self.tokens, -1)))
+        x = self.blocks(x.transpose(0, 1))[0] if self.first else self.blocks(x)[:, 0]
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Attends(nn.Module):
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2, batch_first=not first)
+        self.linear, self.out = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.norm(x)
+        x = x + self.attention(read, read, read, need_weights=False)[0]
+        y: Tensor = x + self.out(functional.relu(self.linear(x)))
+        return y
+
+
 def train(
     dataset: ImageDataset, epochs: int = 6, seed: int = 0, factory: Callable[[int, int], nn.Module] = network
 ) -> nn.Module:

@@ -26,7 +26,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Final, cast
@@ -40,7 +40,15 @@ from torch.utils.hooks import RemovableHandle
 from psc_core.errors import BundleError, NetworkError, UsageError, hint
 from psc_core.images.preprocess import Inputs, Preprocess
 from psc_core.network.described import Logits, NetworkSpec
-from psc_core.network.layers import INPUT_SUFFIX, Layout, canonical, layout_of, list_layers, value_of
+from psc_core.network.layers import (
+    INPUT_SUFFIX,
+    Layout,
+    canonical,
+    has_tokens_first,
+    layout_of,
+    list_layers,
+    value_of,
+)
 from psc_core.network.load import BUILT_BY_HAND, bounded_size, build, spec_of
 from psc_core.network.onnx import OnnxBody, OnnxNetwork
 from psc_core.network.output import check_same
@@ -293,6 +301,7 @@ class Cut:
     keep_output: bool  # whether the body also returns the logits
     hooks: HookPlan | None  # None for a graph
     network: NetworkSpec | None  # how to build the whole network; None if no name builds it
+    tokens_first: tuple[str, ...] = ()  # layers whose modules return (T, B, C)
 
 
 class Backbone(nn.Module):
@@ -348,6 +357,7 @@ class Backbone(nn.Module):
             return list(outputs[: len(self.layers)]), kept
         features = []
         for name, layout, output in zip(self.layers, self.cut.layouts, outputs, strict=False):
+            output = output.transpose(0, 1) if name in self.cut.tokens_first else output
             form = layout.form(output.shape)
             if form is None:
                 raise NetworkError(
@@ -370,6 +380,7 @@ class Backbone(nn.Module):
             "layers": list(self.layers),
             "keep_output": self.keep_output,
             "hooks": None if hooks is None else {"stop": hooks.stop, "dropped": list(hooks.dropped)},
+            **({"tokens_first": list(self.cut.tokens_first)} if self.cut.tokens_first else {}),
         }
 
 
@@ -410,8 +421,10 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, trial:
         trial = trial.to(next(net.parameters(), trial).device)
     try:
         backbone = cut_network(net, layers, keep_output=keep_output)
-        if trial is None or _agrees(backbone, net, trial):
+        if trial is None:
             return backbone
+        if _agrees(backbone, net, trial):
+            return _with_axes(backbone, trial)
         reason = "the traced graph gives other values"
     except NetworkError as error:
         reason = str(error)
@@ -424,6 +437,18 @@ def truncate(net: nn.Module, layers: Sequence[str], *, keep_output: bool, trial:
     with torch.inference_mode():  # a network that agrees with its trace has no random outputs
         for first, second in zip(backbone.body(trial), backbone.body(trial), strict=True):
             check_same(first, second)
+    return _with_axes(backbone, trial)
+
+
+@torch.inference_mode()
+def _with_axes(backbone: Backbone, trial: Tensor) -> Backbone:
+    """Return the backbone, which knows now which layers have tokens before images."""
+    alone = backbone.body(trial)
+    if any(each.ndim == 3 and each.shape[1] == 1 for each in alone):
+        together = backbone.body(torch.cat([trial] * 3))
+        shapes = zip(backbone.layers, alone, together, strict=False)
+        first = tuple(name for name, one, three in shapes if has_tokens_first(one.shape, three.shape, 3))
+        backbone.cut = replace(backbone.cut, tokens_first=first)
     return backbone
 
 
@@ -460,6 +485,7 @@ def rebuild_backbone(
         net = build(network)
     hooks = spec["hooks"] and HookPlan(spec["hooks"]["stop"], tuple(spec["hooks"]["dropped"]))
     backbone = cut_network(net, spec["layers"], keep_output=spec["keep_output"], hooks=hooks)
+    backbone.cut = replace(backbone.cut, tokens_first=tuple(spec.get("tokens_first", ())))
     for key, tensor in backbone.state_dict().items():
         if key in state and state[key].dtype != tensor.dtype:
             raise BundleError(f"expected {key} of type {tensor.dtype}, got {state[key].dtype}; fit the bundle again")

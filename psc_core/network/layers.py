@@ -11,6 +11,8 @@ form           module output          canonical
 ``vector``     (B, C)                 (B, C, 1)
 =============  =====================  ==========================================================
 
+Tokens before images, (T, B, C), as with torch's ``batch_first=False``, are read with the images first.
+
 A *layer* is a module; its value is the output of the module's last call, or the first of several outputs.  The only
 exception is ``NAME:input``, the input of the output layer NAME.  It is listed if no module's output equals it (a class
 token, functional pooling), because it is the penultimate layer of the literature.
@@ -28,6 +30,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, get_args
@@ -48,6 +51,19 @@ INPUT_SUFFIX: Final = ":input"  # suffix after a module's name that means the mo
 def value_of(output: Any) -> Any:
     """Return a layer's value: the output of its module, or the first of several outputs, as of attention blocks."""
     return output[0] if isinstance(output, tuple) and output else output
+
+
+def batch_axis(alone: Sequence[int] | None, together: Sequence[int], images: int) -> int | None:
+    """Return the axis of the images, from the shapes of a value of one and of several; None if it is not certain."""
+    if alone is None or len(alone) != len(together):
+        return None
+    differ = [axis for axis, (one, several) in enumerate(zip(alone, together, strict=True)) if one != several]
+    return differ[0] if [(alone[axis], together[axis]) for axis in differ] == [(1, images)] else None
+
+
+def has_tokens_first(alone: Sequence[int] | None, together: Sequence[int], images: int) -> bool:
+    """Return whether a value is (T, B, C), from its shapes for one image and for several."""
+    return len(together) == 3 and batch_axis(alone, together, images) == 1
 
 
 def canonical(features: Float[Tensor, "batch ..."], form: Form) -> Float[Tensor, "batch channels spatial"]:
@@ -151,7 +167,7 @@ class LayeredNetwork(nn.Module):
 
 
 class _Run(NamedTuple):
-    shapes: dict[str, tuple[int, ...]]  # output shapes by module name, in the order of the modules' last calls
+    shapes: dict[str, tuple[int, ...]]  # output shapes by module, images first, in the order of the modules' last calls
     vectors: dict[str, Tensor]  # flattened outputs of one position, or as many entries as some linear layer has inputs
     reads: tuple[str, Tensor] | None  # name and input of the last linear layer whose output is shaped as the logits
     logits: int
@@ -197,34 +213,46 @@ def select_layers(layers: Sequence[LayerInfo], pattern: str | None) -> list[Laye
 
 @torch.inference_mode()
 def _run(net: nn.Module, trial: Tensor) -> _Run:
-    """Run the network on two copies of the trial input, because two images reveal outputs that lack the batch axis."""
+    """Run the network on the trial input and on two copies of it, which reveals the axis of the images in an output."""
     read_sizes = {module.in_features for module in net.modules() if isinstance(module, nn.Linear)}
+    alone: dict[str, torch.Size] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     vectors: dict[str, Tensor] = {}
     inputs: dict[str, Tensor] = {}
+
+    def measure(name: str, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(value := value_of(output), Tensor):
+            alone[name] = value.shape
 
     def remember(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         shapes.pop(name, None)
         vectors.pop(name, None)
         output = value_of(output)
-        if isinstance(output, Tensor) and output.is_floating_point() and output.shape[:1] == (2,):
-            shapes[name] = tuple(output.shape)
-            if output[0].numel() in {*read_sizes, *output.shape[1:2]}:
-                vectors[name] = output.flatten(1).clone()
-            if isinstance(module, nn.Linear) and output.ndim == 2:
-                inputs[name] = args[0].clone()
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return
+        if has_tokens_first(alone.get(name), output.shape, 2):
+            output = output.transpose(0, 1)
+        elif batch_axis(alone.get(name), output.shape, 2) != 0:
+            return
+        shapes[name] = tuple(output.shape)
+        if output[0].numel() in {*read_sizes, *output.shape[1:2]}:
+            vectors[name] = output.flatten(1).clone()
+        if isinstance(module, nn.Linear) and output.ndim == 2:
+            inputs[name] = args[0].clone()
 
-    handles = [module.register_forward_hook(partial(remember, name)) for name, module in net.named_modules() if name]
+    net.eval()
     try:
-        logits = net.eval()(torch.cat([trial, trial]))
+        for see, images in ((measure, trial.clone()), (remember, torch.cat([trial, trial]))):
+            with ExitStack() as hooks:
+                for name, module in net.named_modules():
+                    if name:
+                        hooks.enter_context(module.register_forward_hook(partial(see, name)))
+                logits = net(images)
     except Exception as error:
         raise NetworkError(
             f"{type(net).__name__} cannot run an input of shape {tuple(trial.shape)}: {type(error).__name__}: "
             f"{error}; check the preset, the image size and the model arguments"
         ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[0] != 2:
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise NetworkError(f"expected a classifier that returns logits (batch, classes), got {got}")

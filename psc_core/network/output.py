@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
 from psc_core.images.preprocess import Inputs, Preprocess
-from psc_core.network.layers import INPUT_SUFFIX, value_of
+from psc_core.network.layers import INPUT_SUFFIX, batch_axis, value_of
 
 if TYPE_CHECKING:
     from psc_core.network.cut import Backbone
@@ -179,7 +179,7 @@ def first_dependent(run: Callable[[Inputs, See], None], images: TrialImages) -> 
         rows: dict[tuple[str, int], Tensor] = {}
 
         def keep_rows(key: tuple[str, int], value: Tensor) -> None:
-            axis = _batch_axis(shapes.get(key), value.shape)
+            axis = batch_axis(shapes.get(key), value.shape, 4)
             if axis is not None:
                 kept = value.movedim(axis, 0).flatten(1)
                 rows[key] = kept[:, :: 1 if not key[0] else max(1, kept.shape[1] // _READ)].clone()
@@ -248,15 +248,6 @@ def _numbered(keep: Callable[[tuple[str, int], Tensor], None]) -> See:
             keep((name, calls[name]), value)
 
     return see
-
-
-def _batch_axis(alone: torch.Size | None, together: torch.Size) -> int | None:
-    """Return the axis of the images, from the shapes of a value of one and of four; None if it is not certain."""
-    if alone is None or len(alone) != len(together):
-        return None
-    axes = [axis for axis, sizes in enumerate(zip(alone, together, strict=True)) if sizes == (1, 4)]
-    others = [one == several for one, several in zip(alone, together, strict=True)]
-    return axes[0] if len(axes) == 1 and others.count(False) == 1 else None
 
 
 def _apart(first: Tensor, second: Tensor, scale: Tensor | None = None) -> float:

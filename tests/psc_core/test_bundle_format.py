@@ -318,7 +318,7 @@ def test_documented_fields_exist(bundles: dict[str, Path]) -> None:
     real |= {"collapse.layers", *(f"collapse.{n}" for n in ("epsilon", "granularity", "pattern", "train_examples",
                                                             "val_examples", "notes", "seed", "measure"))}  # fmt: skip
     real |= {"backbone.hooks.stop", "backbone.hooks.dropped", "target.name", "target.unit", "policy.max_width",
-             "head.layers", "density.layers"}  # fmt: skip
+             "head.layers", "density.layers", "backbone.tokens_first"}  # fmt: skip
     of_tasks = {name for task in TASKS.values() for name in task.model_fields}
     known = {*Manifest.model_fields, "task", *of_tasks} - {"task_name"}
     sections = "|".join(known)

@@ -14,7 +14,8 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.errors import BundleError, NetworkError
 from psc_core.network.load import load_network
 from psc_core.pipeline import available_backends, pipeline_on
-from tests import warm
+from tests import tiny, warm
+from tools import forge
 
 Saved = tuple[PSC, Path]
 Images = tuple[ImageDataset, ImageDataset]
@@ -163,3 +164,25 @@ def test_a_network_that_was_changed_is_no_longer_built_by_its_name(images: Image
     pixels = next(images[1].batches(20)).images
     outputs = load_model(tmp_path / "bundle").compute(pixels)
     torch.testing.assert_close(outputs.probabilities, model.compute(pixels).probabilities, rtol=1e-3, atol=1e-4)
+
+
+def test_tokens_before_images_are_served_from_a_bundle(images: Images, tmp_path: Path) -> None:
+    train, val = images
+    net = load_network("tests.tiny:Tokens", num_classes=10)
+    net.load_state_dict(tiny.train(train, factory=tiny.Tokens).state_dict())
+    chosen = measure_collapse(net, train, val).choose("blocks.1")
+    model = fit_psc(net, chosen, fit_projection(net, chosen, train, val), train, val)
+    model.save(tmp_path / "bundle")
+    loaded = load_model(tmp_path / "bundle", allow_factories=["tests.tiny:Tokens"])
+    assert loaded.backbone.spec()["tokens_first"] == [*loaded.backbone.layers] and "texture" in loaded.checks
+    pixels = next(val.batches(100)).images
+    assert torch.equal(loaded.compute(pixels).packed, model.compute(pixels).packed)
+    assert available_backends(loaded) == ("folded", "plain", "onnx")
+    for backend in ("plain", "onnx"):
+        assert pipeline_on(loaded, backend)(pixels).shape[0] == 100  # it compares both
+    forge.assign(tmp_path / "bundle", "backbone.tokens_first", ["blocks.2"])
+    with pytest.raises(BundleError, match=r"backbone\.tokens_first to be \[\], got \['blocks\.2'\]"):
+        load_model(tmp_path / "bundle", allow_factories=["tests.tiny:Tokens"])
+    forge.assign(tmp_path / "bundle", "backbone.tokens_first", [])
+    with pytest.raises(BundleError):
+        load_model(tmp_path / "bundle", allow_factories=["tests.tiny:Tokens"])

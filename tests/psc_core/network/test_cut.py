@@ -464,6 +464,34 @@ def test_layers_and_logits_equal_hooks_and_survive_a_bundle(name: str) -> None:
     assert twin.state_dict().keys() == backbone.state_dict().keys()
 
 
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("tokens", [2, 3, 4])
+@torch.inference_mode()
+def test_tokens_before_images_are_read_as_after_them(tokens: int, loops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced, and cut by hooks where the control flow depends on data."""
+    if loops:
+        forward = tiny.Attends.forward
+        monkeypatch.setattr(tiny.Attends, "forward", lambda self, x: forward(self, x) if float(x.sum()) < 1e9 else x)
+    size = {"tokens": tokens, "in_channels": 3}
+    first, second = (
+        load_network("tests.tiny:Tokens", num_classes=5, model_args={**size, "first": value}) for value in (True, False)
+    )
+    second.load_state_dict(first.state_dict())
+    x = torch.randn(3, 3, 28, 28)
+    for granularity in ("operations", "blocks", "all"):
+        infos, expected = (list_layers(net, x[:1], granularity=granularity) for net in (first, second))
+        assert infos == expected
+    layers = ["patch", "blocks.1", "blocks.2", "head:input"]
+    of_first, of_second = (truncate(net, layers, keep_output=True, trial=x[:1]) for net in (first, second))
+    assert of_first.is_traced == (not loops)
+    assert of_first.spec()["tokens_first"] == ["blocks.1", "blocks.2"] and "tokens_first" not in of_second.spec()
+    rebuilt = rebuild_backbone(json.loads(json.dumps(of_first.spec())), of_first.state_dict(), ["tests.tiny:Tokens"])
+    for batch in (x, x[:1], x[:2], x[[0, 1, 2, 0]]):
+        expected, _ = of_second(batch)
+        for backbone in (of_first, of_first.fused("fp32"), rebuilt):
+            torch.testing.assert_close(backbone(batch)[0], expected)
+
+
 class Gives(nn.Module):
     """Returns what it is told to, behind a layer of five dimensions."""
 
