@@ -97,6 +97,10 @@ from psc_core.features import FeatureMatrix, as_matrix, blocks, check_features, 
 from psc_core.fitted import Fitted, Record, restore
 
 
+class ConstantFeatures(FitError):
+    """Features that are equal for all images, up to rounding."""
+
+
 class DensityOutput(NamedTuple):
     """The log-densities of a batch, nats."""
 
@@ -376,7 +380,7 @@ def fit_pca(
     values, vectors = components = linalg.eigh(linalg.scatter_about(z, mean) / max(1, len(z) - 1))
     rank = rank_of(mean, components, feature_dtype or z.dtype)
     if rank == 0:
-        raise FitError(
+        raise ConstantFeatures(
             "expected features that differ between images, all are equal up to rounding; choose another layer"
         )
     explained = values.cumsum(0) / values.sum()

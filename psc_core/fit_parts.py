@@ -7,10 +7,10 @@
    example, ordered by class because a density reads one class at a time (:func:`read`).  Memory does not grow with n.
 3. Fit density and head to the training features; the selection split chooses their free numbers.
 4. Choose the checks and the early layer of ``texture`` (:func:`choose_checks`). ``content`` is always a check,
-   ``texture`` wherever there is an earlier layer, and ``confidence`` unless some image has labels of several classes:
-   then low confidence is no reason to call an image out of distribution. (Choosing the checks by synthetic OOD images
-   as well was tried, and dropped checks that real images need: synthetic images far from the data have unusual
-   textures.)
+   ``texture`` wherever there is an earlier layer whose averages vary, and ``confidence`` unless some image has labels
+   of several classes: then low confidence is no reason to call an image out of distribution. (Choosing the checks by
+   synthetic OOD images as well was tried, and dropped checks that real images need: synthetic images far from the data
+   have unusual textures.)
 5. Choose the layer of the map and its density (:func:`.choose_map`): deep layers detect objects better, early ones
    surfaces, and a map is as fine as its layer.
 6. Cut the network again, behind the layers that are still read.
@@ -51,7 +51,7 @@ from psc_core.checks import (
 from psc_core.collapse import ChosenLayer
 from psc_core.compute import Compute, autocast, begin, count_images, passes
 from psc_core.data.dataset import ImageDataset, draw, stable_order
-from psc_core.density import DENSITIES, Density, Examples, fit_density
+from psc_core.density import DENSITIES, ConstantFeatures, Density, Examples, fit_density
 from psc_core.errors import NetworkError, warn
 from psc_core.features import FeatureMatrix, as_matrix, chunk_rows, side_by_side, usable
 from psc_core.fit_data import FitData, FitJob
@@ -245,7 +245,7 @@ def synthetic_values(
         features, output = scorer.features(scorer.standardise(images))
         scores, probabilities = scorer.score(scorer.embedding(features, output))
         found = {("value", name): each for name, each in zip(names, check_values(names, scores).unbind(1), strict=True)}
-        for (layer, density), early in zip(textures.items(), layers.of(features, layers.texture), strict=True):
+        for (layer, density), early in zip(textures.items(), layers.of(features, textures), strict=True):
             found["value", layer] = -density(average_positions(early)).log_density
         return found | {("score", name): each for name, each in scores.items()} | {("", "probabilities"): probabilities}
 
@@ -361,10 +361,12 @@ def _fit_to_features(train: Features, selection: Features, job: FitJob) -> tuple
         held_out=_examples(selection, selection.density_input),
     ).to(device)
     head = job.data.task_type.fit_head(train, selection, settings, device)
-    textures = {
-        layer: fit_density(_examples(train, early), kind=TEXTURE_DENSITY).to(device)
-        for layer, early in train.texture.items()
-    }
+    textures = {}
+    for layer, early in train.texture.items():
+        try:
+            textures[layer] = fit_density(_examples(train, early), kind=TEXTURE_DENSITY).to(device)
+        except ConstantFeatures:  # such as averages over positions behind instance normalisation
+            job.say(f"checks: {TEXTURE} does not read layer {layer}, whose averages are equal for all images")
     return density, head, textures
 
 

@@ -170,6 +170,20 @@ def test_first_layer_leaves_no_texture(net: nn.Module, train: ImageDataset, val:
     assert PSC.load(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY]).checks == psc.checks
 
 
+def test_a_layer_of_constant_averages_is_no_texture(train: ImageDataset, val: ImageDataset) -> None:
+    """As behind instance normalisation; a 1 × 1 convolution keeps its averages constant."""
+    torch.manual_seed(0)
+    first = [nn.InstanceNorm2d(1, affine=True), nn.Conv2d(1, 4, 1)]
+    others = [nn.Conv2d(4, 4, 3, 2), nn.Conv2d(4, 4, 3, 2), nn.Conv2d(4, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)]
+    net = nn.Sequential(*first, *others, nn.Flatten(), nn.Linear(6, 10)).eval()
+    nn.init.constant_(net[0].bias, 100.0)
+    assert early_layers(net, ["4"], torch.zeros(1, 1, 28, 28)) == ["1", "2"]
+    chosen = ChosenLayer(("4",), "")
+    fitted = fit_projection(net, chosen, train, val, settings=SETTINGS)
+    psc = fit_psc(net, chosen, fitted, train, val, head="duq", settings=SETTINGS)
+    assert psc.checks[0] == "texture" and psc.backbone.layers[-1] == "2"
+
+
 def test_early_layers_lie_before_the_chosen_one() -> None:
     resnet = models.resnet18(num_classes=3).eval()
     image = torch.zeros(1, 3, 32, 32)
