@@ -98,6 +98,10 @@ def test_another_order_of_classes_is_told_from_guessing() -> None:
     assert metrics.has_another_order(mostly, labels)
     for guesses in (noise, 0 * labels, 1 - labels.clamp(max=1)):
         assert not metrics.has_another_order(guesses, labels)
+    for few in (1, 20):
+        rare = (torch.arange(120) >= 120 - few).long()
+        assert not metrics.has_another_order(0 * labels, rare) and not metrics.has_another_order(0 * labels + 1, rare)
+        assert metrics.has_another_order(1 - rare, rare)
 
 
 def test_certain_errors_have_a_finite_nll() -> None:
