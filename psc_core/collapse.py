@@ -136,6 +136,7 @@ class NearestMean(LayerQuality):
         if len(ranges) > 1:
             kept = torch.zeros(len(shard), len(self.selection.classes), dtype=torch.float64)
         hits = torch.zeros(len(layers), self.selection.examples, dtype=torch.uint8, device=device)
+        size = torch.zeros(len(layers), dtype=torch.float64, device=device)  # NaN or infinite where some distance is
         step, description = feature_step(backbone, "fp32"), f"{label}: nearest mean"
         for number, (columns, means) in enumerate(rounds, 1):
             images = examples = 0
@@ -146,8 +147,10 @@ class NearestMean(LayerQuality):
                 at = shard_examples[examples : (examples := examples + len(labels))]
                 for row, distances in enumerate(found):
                     total = distances if kept is None else kept[where].add_(distances.cpu())
+                    size[row] += total.abs().sum().to(device)
                     if number == len(ranges):
                         hits[row, at] = (total.argmin(1).to(device)[image_index] == labels).to(hits.dtype)
+        check_finite(layers, compute.sum_(size), self.selection)
         for layer, of_layer in zip(layers, compute.sum_(hits).cpu().numpy(), strict=True):
             self._kept[layer.name] = torch.from_numpy(np.packbits(of_layer))
 
@@ -250,13 +253,25 @@ class LinearFit(LayerQuality):
             seen += len(batch.images)
             for row, (sketch, ridge, layer) in enumerate(zip(sketches, ridges, features, strict=True)):
                 errors[row, at] = (ridge(sketch(layer.flatten(1))) - y).square().cpu()
-        self._kept |= {layer.name: row for layer, row in zip(layers, compute.sum_(errors), strict=True)}
+        errors = compute.sum_(errors)
+        check_finite(layers, errors.sum(1), self.selection)
+        self._kept |= {layer.name: row for layer, row in zip(layers, errors, strict=True)}
 
     def value(self, layer: str) -> float:
         return r_squared(self._kept[layer], known_values(self.selection.values))
 
     def error(self, layer: str, best: str) -> float:
         return r_squared_error(self._kept[layer], self._kept[best], known_values(self.selection.values))
+
+
+def check_finite(layers: Sequence[LayerInfo], sums: Float[Tensor, " layers"], data: ImageDataset) -> None:
+    """Require a finite sum of what was computed from each layer's features for the images."""
+    for layer, total in zip(layers, sums, strict=True):
+        if not total.isfinite():
+            raise FitError(
+                f"expected finite features, layer {layer.name} gives NaN or infinity on {data.name}; check the "
+                "weights and the preprocessing"
+            )
 
 
 MEASURES: Final = {measure.name: measure for measure in (NearestMean, LinearFit)}
@@ -539,9 +554,5 @@ def _rounds(
         add_statistics(statistics, shard, compute, f"{label}: class statistics", step, take, kept=of_group)
         for layer, scatter in zip(layers, statistics, strict=True):
             sums[layer.name].add_(scatter_sums(scatter))
-            if not sums[layer.name][:2].sum().isfinite():
-                raise FitError(
-                    f"expected finite features, layer {layer.name} gives NaN or infinity on {train.name}; check the "
-                    "weights and the preprocessing"
-                )
+            check_finite([layer], sums[layer.name][:2].sum()[None], train)
         yield columns, [scatter.means for scatter in statistics]

@@ -128,6 +128,26 @@ def test_non_finite_features_name_layer() -> None:
         measured(net, images(0, 40), images(1, 21), on_cpu())
 
 
+@pytest.mark.parametrize("budget", [1, 1 << 20])
+@pytest.mark.parametrize("quality", [collapse.NearestMean, collapse.LinearFit])
+def test_non_finite_features_of_one_validation_image_name_its_data(
+    quality: type[collapse.LayerQuality], budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Divides(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x / (x.amax((1, 2, 3), keepdim=True) < 1))
+
+    monkeypatch.setattr(collapse, "MIN_COLUMNS", 7)
+    train, val = images(0, 40), images(1, 21)
+    assert isinstance(val.source, ArraySource)
+    val.source.images[4, 5, 5] = 255
+    train, val = (replace(data, values=data.labels.double()) for data in (train, val))
+    val = replace(val, name="the validation images")
+    settings = on_cpu(max_memory=budget)
+    with pytest.raises(FitError, match="layer conv gives NaN or infinity on the validation images; check the weights"):
+        measure_layers(Divides(), train, val, settings, settings.compute(), quality)
+
+
 class Stale(nn.Module):
     """A layer that hardly varies, as stale statistics leave it, but whose last bits know the classes."""
 
