@@ -141,7 +141,7 @@ class Density(Fitted):
         """Return w, in which the pooled within-class covariance is the identity, in the type of ``mean``."""
         z = z.to(self.mean.dtype)
         if self.unit_length:
-            z = functional.normalize(z)
+            z = _unit(z)
         return (z - self.mean) @ self.basis
 
     def class_distances(self, w: Float[Tensor, "batch kept"]) -> Float[Tensor, "batch classes"]:
@@ -531,7 +531,7 @@ def extend_density(
             f"expected at least two labelled examples of each of {classes} classes, got {examples}; fit it again"
         )
     z, labels = features.double().to(device), labels.to(device)
-    z = functional.normalize(z) if density.unit_length else z
+    z = _unit(z) if density.unit_length else z
     w, centres, counts = density.coordinates(z), density.get_buffer("centres"), class_counts(density, examples)
     merged = [_merge(counts[k], centres[k], w[labels == k], times) for k in range(classes)]
     after, means, added = map(torch.stack, zip(*merged, strict=True))
@@ -706,11 +706,16 @@ def pool(projection: PCA, z: FeatureMatrix, train: Examples, counts: Int[Tensor,
 HeldOut = tuple[Float[Tensor, "m P"], Int[Tensor, " m"]]  # w and labels of held-out examples
 
 
+def _unit(z: Float[Tensor, "n dim"]) -> Float[Tensor, "n dim"]:
+    """Return z / ‖z‖, however short; zero stays zero."""
+    return functional.normalize(z, eps=torch.finfo(z.dtype).tiny)
+
+
 def _lengths(family: type[Density], z: FeatureMatrix) -> FeatureMatrix:
     """Return the features as the density reads them: in float64 and of unit length, or as they are."""
     if not family.unit_length:
         return z
-    return z.map(lambda part: functional.normalize(part.double()), z.shape[1], torch.float64)
+    return z.map(lambda part: _unit(part.double()), z.shape[1], torch.float64)
 
 
 def _moments(w: FeatureMatrix, images: int) -> ClassMoments:

@@ -303,7 +303,7 @@ class SecondReader:
 def _coordinates(t: dict[str, Array], kind: str, z: Array) -> Array:
     """w of a density."""
     if kind in ("gda++", "mahalanobis++", "pooled++"):
-        z = z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
+        z = z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), np.finfo(z.dtype).tiny)
     coordinates: Array = (z - t["mean"]) @ t["basis"]
     return coordinates
 

@@ -484,3 +484,13 @@ def test_refuses_to_extend_by_what_it_cannot() -> None:
     density = SpreadDensity({**tied.state_dict(), "spreads": torch.ones(CLASSES)}, record={})
     with pytest.raises(FitError, match="'spread'"):
         extend_density(density, z[:2], labels[:2], examples=60)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, family in DENSITIES.items() if family.unit_length])
+def test_features_of_any_length_become_unit_vectors(kind: str) -> None:
+    features = torch.randn(300, 6, generator=torch.Generator().manual_seed(0)) + 2 * torch.eye(6)[torch.arange(300) % 3]
+    labels = torch.arange(300) % 3
+    unit, short = (fit_density(Examples(scale * features, labels, 3), kind=kind) for scale in (1.0, 1e-30))
+    expected = unit(features).log_density
+    torch.testing.assert_close(short(1e-30 * features).log_density, expected, rtol=1e-4, atol=1e-4)
+    assert unit(0 * features).log_density.isfinite().all()
