@@ -25,6 +25,16 @@ def test_temperature_undoes_overconfidence() -> None:
     )
 
 
+@pytest.mark.parametrize(("factor", "said"), [(1e-3, "small"), (1e4, "large")])
+def test_logits_beyond_all_temperatures_are_told(factor: float, said: str) -> None:
+    random, labels = torch.Generator().manual_seed(0), torch.arange(300) % 3
+    logits = torch.randn(300, 3, generator=random) + 2 * torch.eye(3)[labels]
+    with pytest.warns(UserWarning, match=f"own logits are too {said} for a temperature of 0.01 to 100"):
+        fit_temperature_head(factor * logits, labels)
+    for usual in (logits, 1e-3 * torch.randn(300, 3, generator=random)):
+        fit_temperature_head(usual, labels)
+
+
 def test_a_temperature_follows_from_the_probabilities() -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(4000, 3, generator=random)
