@@ -188,8 +188,6 @@ class Settings(BaseSettings):
     max_pixels_per_request: int = Field(1 << 29, ge=1)
     """Maximum number of pixels in all images of one request, if threads decode them; beyond it: 413. The default is 512
     images of 1024²."""
-    max_fields: int = Field(1024, ge=1)
-    """Maximum number of multipart fields in one request, images included."""
     max_requests: int = Field(4096, ge=1)
     """Maximum number of requests being answered at once; beyond it: 429. Each front may read as many more bodies."""
     upload_seconds: float = Field(60.0, gt=0)

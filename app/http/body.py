@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import binascii
-import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -148,7 +147,7 @@ IMAGES_BODY: Final[dict[str, Any]] = {
     "required": True,
     "description": "The images, in one of three forms.",
     "content": {
-        "multipart/form-data": {"schema": _with(FIELD, _SOME | _FILES)},
+        "multipart/form-data": {"schema": _with(FIELD, _SOME | _FILES, additionalProperties=False)},
         "application/json": {"schema": _with(FIELD, _SOME | _OBJECTS, additionalProperties=False)},
         "image/*": {"schema": FILE_SCHEMA},
     },
@@ -265,24 +264,18 @@ def decode_base64(text: Any, where: str) -> bytes:
 
 
 class _FormFields:
-    """The callbacks of the streaming parser, which keep the image parts, and count and drop every other field."""
+    """The callbacks of the streaming parser, which keep the images and refuse every other field."""
 
     def __init__(self, settings: Settings) -> None:
         self.images: list[EncodedImage] = []
-        self.others: list[str] = []
         self.ended = False
-        self._max_images, self._max_fields = settings.max_images_per_request, settings.max_fields
-        self._fields = 0
+        self._max_images = settings.max_images_per_request
         self._header_name = self._header_value = b""
         self._disposition = self._encoding = b""
-        self._name = ""
         self._file_name: str | None = None
         self._data = bytearray()
 
     def on_part_begin(self) -> None:
-        self._fields += 1
-        if self._fields > self._max_fields:
-            raise MalformedRequest(f"expected at most {self._max_fields} fields; send fewer")
         self._disposition = self._encoding = b""
         self._data = bytearray()
 
@@ -309,25 +302,25 @@ class _FormFields:
         _, options = parse_options_header(self._disposition)
         if b"name" not in options:
             raise MalformedRequest("a part has no name in its Content-Disposition; add one")
-        self._name = options[b"name"].decode("utf-8", "replace")
+        if (name := options[b"name"].decode("utf-8", "replace")) != FIELD:
+            raise MalformedRequest(
+                f"there is no field {shorten(repr(name))}; send images as {FIELD!r}, and parameters in the query, such "
+                "as ?alpha=0.1"
+            )
         file_name = options.get(b"filename")
         self._file_name = file_name.decode("utf-8", "replace") if file_name else None
-        if self._name == FIELD and self._encoding:
+        if self._encoding:
             raise UnsupportedEncoding(
                 f"expected the bytes of image files, got {self._encoding.decode('latin-1')}; send them as they are"
             )
-        if self._name == FIELD and len(self.images) >= self._max_images:
+        if len(self.images) >= self._max_images:
             raise TooManyImages(f"expected at most {self._max_images} images; split the request")
 
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
-        if self._name == FIELD:
-            self._data += data[start:end]
+        self._data += data[start:end]
 
     def on_part_end(self) -> None:
-        if self._name == FIELD:
-            self.images.append(EncodedImage(bytes(self._data), self._file_name))
-        else:
-            self.others.append(self._name)
+        self.images.append(EncodedImage(bytes(self._data), self._file_name))
 
     def on_end(self) -> None:
         self.ended = True
@@ -367,6 +360,5 @@ async def _read_multipart(content_type: str, request: Request, settings: Setting
     if not parts.ended:
         raise MalformedRequest("the multipart body ends before its last boundary; send it again")
     if not parts.images:
-        seen = reprlib.repr(sorted(set(parts.others))) if parts.others else "no field"
-        raise MalformedRequest(f"expected at least one field {FIELD!r}, got {seen}; name the field {FIELD!r}")
+        raise MalformedRequest(f"the body has no field; send images as {FIELD!r}")
     return parts.images

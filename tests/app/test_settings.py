@@ -25,10 +25,10 @@ Environment = Callable[[dict[str, str]], None]
 
 def test_flags_win_over_the_environment_which_wins_over_the_file(tmp_path: Path, environment: Environment) -> None:
     config = tmp_path / "psc.toml"
-    config.write_text("port = 1\nmax_batch_size = 2\nmax_fields = 3\n")
+    config.write_text("port = 1\nmax_batch_size = 2\nmax_requests = 3\n")
     environment({"PSC_PORT": "4", "PSC_MAX_BATCH_SIZE": "5", "PSC_CONFIG": str(config)})
     settings = load_settings({"port": "6"})
-    assert (settings.port, settings.max_batch_size, settings.max_fields) == (6, 5, 3)
+    assert (settings.port, settings.max_batch_size, settings.max_requests) == (6, 5, 3)
 
 
 def test_the_file_of_a_flag_wins_over_that_of_the_environment(tmp_path: Path, environment: Environment) -> None:

@@ -38,7 +38,7 @@ BYTES_A_BYTE: Final = 400  # What a request may cost; docs/security.md states it
 LONGEST: Final = 1 << 16  # Bytes of the longest body; at this length a cost by the square is far above the line
 
 PARSER: Final = ThreadPoolExecutor(1)
-LIMITS: Final = load_settings({"max_images_per_request": 512, "max_fields": 1024, "upload_seconds": 1000.0})
+LIMITS: Final = load_settings({"max_images_per_request": 512, "upload_seconds": 1000.0})
 SHAPE: Final = (1, 8, 8)
 
 

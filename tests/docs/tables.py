@@ -29,8 +29,8 @@ SETTINGS: Final[Mapping[str, tuple[str, ...]]] = {
         "max_batch_size", "max_delay_ms", "max_queue_images", "deadline_seconds", "drain_seconds", "warmup_seconds"),
     "Speed": ("backend", "compile", "threads", "decode_threads", "inline_decode_bytes"),
     "Limits": (
-        "max_body_bytes", "max_images_per_request", "max_pixels", "max_pixels_per_request", "max_fields",
-        "max_requests", "max_buffered_bytes", "upload_seconds"),
+        "max_body_bytes", "max_images_per_request", "max_pixels", "max_pixels_per_request", "max_requests",
+        "max_buffered_bytes", "upload_seconds"),
     "Proxies, connections and gRPC": ("root_path", "keep_alive_seconds", "grpc_port", "grpc_message_bytes"),
 }  # fmt: skip
 # Maps a heading of ``docs/metrics.md`` to the metrics under it.

@@ -17,7 +17,7 @@ from app.http.body import read_images
 from app.inference.decoder import EncodedImage
 from app.settings import load_settings
 
-LIMITS: Final = load_settings({"max_images_per_request": 4, "max_fields": 8, "upload_seconds": 1000.0})
+LIMITS: Final = load_settings({"max_images_per_request": 4, "upload_seconds": 1000.0})
 HEADERS: Final = [(b"content-type", b"multipart/form-data; boundary=b")]
 
 SEEDS: Final = [
