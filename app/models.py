@@ -400,8 +400,12 @@ class Registry:
         raise NotReady(f"model {name!r} is loading; try again in 5 s", retry_after=5)
 
     def reasons(self) -> dict[str, str]:
-        """Return why a model that should be ready is not, by model name; empty if all are ready."""
-        reasons = {name: "loading" for name in self.names if name not in {*self._served, *self.unloaded}}
+        """Return why a model that should be ready is not, by model name; empty if all are ready.
+
+        An unloaded model should not be, unless it is the default one.
+        """
+        reasons = dict.fromkeys(self.unloaded.intersection(self.names[:1]), "unloaded")
+        reasons |= {name: "loading" for name in self.names if name not in {*self._served, *self.unloaded}}
         for name, served in self._served.items():
             if served.engine.phase is not Phase.READY:
                 reasons[name] = served.engine.phase.value

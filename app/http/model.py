@@ -397,7 +397,10 @@ async def healthz() -> HealthDocument:
     responses={503: {"model": ReadyDocument, "description": "Loading, warming up, draining or failed."}},
 )
 async def readyz(request: Request, response: Response) -> ReadyDocument:
-    """Answer 200 if every model is loaded, checked on its device and warmed up; else 503 with the reasons."""
+    """Answer 200 if every model is loaded, checked on its device and warmed up; else 503 with the reasons.
+
+    Models that were unloaded do not count, except the default one.
+    """
     reasons = service_of(request).reasons()
     if reasons:
         response.status_code = 503

@@ -604,7 +604,7 @@ async def live() -> ServerLiveDocument:
 
 @get_and_head(router, "/health/ready", summary="Server readiness", responses={503: {"model": ServerReadyDocument}})
 async def ready(request: Request, response: Response) -> ServerReadyDocument:
-    """Answer 200 if every model is ready; else 503."""
+    """Answer 200 if every model is ready; else 503. Of unloaded models only the default one counts."""
     is_ready = not service_of(request).reasons()
     response.status_code = 200 if is_ready else 503
     return ServerReadyDocument(live=True, ready=is_ready)

@@ -510,6 +510,18 @@ async def test_unload_and_load() -> None:
         ).json() == {}  # Again, as a reload.
 
 
+@pytest.mark.parametrize("names", [["m"], ["m", "n"]])
+async def test_without_its_default_model_a_service_is_not_ready(names: list[str]) -> None:
+    async with running({name: FakeModel() for name in names}, admin_keys="root") as app:
+        await app.client.post("/v2/repository/models/m/unload", headers=ADMIN)
+        answers = [await app.client.get(path) for path in ("/readyz", "/v2/health/ready", "/v2/models/m/ready")]
+        assert [answer.status_code for answer in answers] == [503] * 3
+        assert answers[0].json() == {"status": "not ready", "reasons": {"m": "unloaded"}}
+        assert await app.metric("psc_ready") == 0
+        await app.client.post("/v2/repository/models/m/load", headers=ADMIN)
+        assert (await app.client.get("/readyz")).status_code == 200
+
+
 async def test_refusals() -> None:
     async with running(api_keys="alice", admin_keys="root") as app:
         for what in ("load", "unload"):
