@@ -472,9 +472,11 @@ class Registry:
 
     def unload(self, name: str) -> None:
         """Take a model out of service until it is loaded by its name; the requests it has admitted are finished."""
-        old = self.get(name)
+        old = None if name in self.unloaded else self.get(name)
         if self._reloading.locked():
             raise ReloadRunning("a reload is running; try again when it is done")
+        if old is None:
+            return
         del self._served[name]
         self._unloaded[self.names.index(name)] = 1
         self._metrics.psc_queue_depth.labels(model=name).set(0)
