@@ -417,8 +417,13 @@ def _files(tensor: InputTensor, binary: memoryview, count: int) -> list[bytes]:
     files: list[bytes] = []
     while len(binary):
         size = int.from_bytes(binary[:_LENGTH], "little")
-        if len(binary) < _LENGTH + size or len(files) == count:
-            raise _bad_size(tensor, count, len(files) + 1, "elements behind 4-byte lengths")
+        if len(files) == count:
+            raise _bad_size(tensor, count, count + 1, "elements behind 4-byte lengths")
+        if len(binary) < _LENGTH + size:
+            raise MalformedRequest(
+                f"input {tensor.name!r}: element {len(files)} should have {size} bytes behind its length, got "
+                f"{max(0, len(binary) - _LENGTH)}; send the length of each file before it, as 4 bytes, little-endian"
+            )
         files.append(bytes(binary[_LENGTH : _LENGTH + size]))
         binary = binary[_LENGTH + size :]
     if len(files) != count:

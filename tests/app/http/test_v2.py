@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import struct
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -622,6 +623,23 @@ def test_binary_elements_come_back_or_are_rejected(files: list[bytes], cut: int,
             assert isinstance(read, list)
             assert len(read) == len(files)
             assert not whole or read == files
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (png(1), "element 0 should have 1196314761 bytes behind its length, got"),
+        (b"\1\0\0\0A\2\0\0\0B", "element 1 should have 2 bytes behind its length, got 1"),
+        (b"\1\0\0\0A\2\0", "element 1 should have 2 bytes behind its length, got 0"),
+        (b"\0\0\0\0" * 3, "expected 2 elements behind 4-byte lengths for shape [2], got 3"),
+        (b"\0\0\0\0", "expected 2 elements for shape [2], got 1"),
+    ],
+    ids=["no length", "short", "half a length", "too many", "too few"],
+)
+def test_a_binary_element_without_its_length_is_told_from_one_too_many(data: bytes, message: str) -> None:
+    tensor = request("encoded_images", "BYTES", [2], len(data)).inputs[0]
+    with pytest.raises(MalformedRequest, match=re.escape(message)):
+        images_of(tensor, memoryview(data), (1, 8, 8), max_images=2)
 
 
 @given(st.lists(st.text(alphabet=st.characters(codec="utf-8"), max_size=8), max_size=4), st.booleans())
