@@ -230,12 +230,18 @@ class IndexRequest(RequestModel):
     ready: bool = Field(default=False, description="Whether to leave out models that are not ready.")
 
 
+def _check_one(inputs: Any) -> Any:
+    if isinstance(inputs, list) and len(inputs) != 1:
+        raise ValueError(f"give one of 'images' and 'encoded_images', got {len(inputs)} inputs")
+    return inputs
+
+
 class InferRequest(RequestModel):
     """An inference request; without ``outputs``, the answer has all of them but ``map``."""
 
     id: str | None = None
     parameters: RequestParameters = RequestParameters()
-    inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=1), FailFast()]
+    inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=1), FailFast(), BeforeValidator(_check_one)]
     outputs: Annotated[list[WantedOutput], Field(max_length=len(_NAMES)), FailFast()] = []
 
     @model_validator(mode="after")

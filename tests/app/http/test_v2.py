@@ -270,8 +270,8 @@ def without_data(**parameters: Any) -> dict[str, Any]:
     [
         ([], 400, "request: expected an object"),
         ({}, 400, "inputs: expected a value, got none"),
-        ({"inputs": []}, 400, "at least 1 item"),
-        ({"inputs": [GOOD, GOOD]}, 400, "at most 1 item"),
+        ({"inputs": []}, 400, "give one of 'images' and 'encoded_images', got 0 inputs"),
+        ({"inputs": [GOOD, FILE]}, 400, "inputs: give one of 'images' and 'encoded_images', got 2 inputs"),
         ({"inputs": [{**GOOD, "name": "pixels"}]}, 400, "inputs.0.name"),
         ({"inputs": [{**GOOD, "datatype": "BYTES"}]}, 400, "expected datatype UINT8"),
         ({"inputs": [{**GOOD, "shape": [1, 8, -8, 1]}]}, 400, "inputs.0.shape.2"),
