@@ -445,7 +445,7 @@ def _files_from_json(tensor: InputTensor, count: int) -> list[bytes]:
         if len(tensor.shape) != 2 or not all(isinstance(value, list) and len(value) == 1 for value in data):
             raise _bad_nesting(tensor)
         data = [value for (value,) in data]
-    return [decode_base64(value, f"input {tensor.name!r}") for value in data]
+    return [decode_base64(value, f"input {tensor.name!r}, element {index}") for index, value in enumerate(data)]
 
 
 def _bad_shape(tensor: InputTensor, expected: str) -> MalformedRequest:

@@ -286,7 +286,7 @@ def without_data(**parameters: Any) -> dict[str, Any]:
         ({"inputs": [{**GOOD, "parameters": {"shared_memory_region": "r"}}]}, 400, "not supported"),
         ({"inputs": [without_data()]}, 400, "either data or binary_data_size"),
         ({"inputs": [without_data(binary_data_size=64)]}, 400, "expected 64 bytes"),
-        ({"inputs": [{**FILE, "data": ["?"]}]}, 400, "base64"),
+        ({"inputs": [{**FILE, "shape": [2], "data": ["QQ==", "?"]}]}, 400, "element 1: expected base64"),
         ({"inputs": [{**FILE, "data": "text"}]}, 400, "inputs.0.data"),
         ({"inputs": [{**FILE, "shape": [], "data": []}]}, 400, "[n] or [n, 1]"),
         ({"inputs": [{**FILE, "data": [""]}]}, 415, "image 0"),
