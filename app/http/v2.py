@@ -215,13 +215,18 @@ class WantedOutput(RequestModel):
 
 
 class RequestParameters(RequestModel):
-    """The parameters of a request."""
+    """The parameters of a request; those that only `/predict` has are refused."""
 
     alpha: Alpha | None = Field(default=None, description="`is_ood` if p ≤ alpha, in this request.")
     monitor: bool = Field(default=True, description="`false` leaves the images out of drift and metrics of scores.")
     binary_data_output: bool = Field(
         default=False, description="Return outputs as binary data unless their own parameters say otherwise."
     )
+    ambiguity_threshold: _Unsupported = None
+    max_width: _Unsupported = None
+    top_k: _Unsupported = None
+    explain: _Unsupported = None
+    map: _Unsupported = None
 
 
 class IndexRequest(RequestModel):

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from app.errors import MalformedRequest
 from app.http import v2
 from app.http.body import MAX_CONTAINERS
+from app.http.model import QUERY
 from app.http.v2 import (
     HEADER,
     ErrorDocument,
@@ -252,6 +253,18 @@ async def test_alpha_of_a_request(service: Running) -> None:
     document = await infer(service, {**request, "parameters": {"alpha": 0.6, "priority": 3}})
     assert output(document, "is_ood").tolist() == [True]
     assert document["parameters"] == {"alpha": 0.6}
+
+
+async def test_no_parameter_of_predict_is_ignored(service: Running) -> None:
+    request = {"inputs": [raw_input(grey(1))]}
+    for name in QUERY.model_fields:
+        for value in (0.5, False):
+            path, document = "/v2/models/m/infer", {**request, "parameters": {name: value}}
+            answer = await service.client.post(path, json=document)
+            is_known = (name, value) in {("alpha", 0.5), ("monitor", False)}
+            assert answer.status_code == (200 if is_known else 400), name
+            assert is_known or f"parameters.{name}" in answer.text
+    await infer(service, {**request, "parameters": dict.fromkeys(QUERY.model_fields) | {"alpa": 0.2, "timeout": 3}})
 
 
 GOOD = raw_input(grey(1))
