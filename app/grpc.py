@@ -186,7 +186,9 @@ _DOCUMENTS: Final[Mapping[str, Callable[[Request, Any], Any]]] = {
     "RepositoryIndex": lambda request, message: {
         "models": [each.model_dump() for each in v2.models_of(service_of(request), only_ready=message.ready)]
     },
-    "RepositoryModelLoad": lambda request, message: v2.load(request, message.model_name),
+    "RepositoryModelLoad": lambda request, message: v2.load_model(
+        service_of(request), message.model_name, {"parameters": _parameters(message)}
+    ),
     "RepositoryModelUnload": lambda request, message: v2.unload(request, message.model_name),
 }
 
@@ -204,6 +206,8 @@ async def _answer(request: Request) -> Response:
         if len(body) > _SMALL_BYTES:
             raise BodyTooLarge(f"expected a message of at most {_SMALL_BYTES} bytes, got {len(body)}; send less")
         message = parse_message(body, method)
+        if getattr(message, "repository_name", ""):
+            raise MalformedRequest("repository_name is not supported by this server; leave it out")
     found = _DOCUMENTS[method](request, message)
     document = await found if inspect.isawaitable(found) else found
     members = document.model_dump() if isinstance(document, BaseModel) else document

@@ -43,7 +43,7 @@ from app.models import ServedModel
 from app.service import Service, service_of, service_to
 from psc_core import __version__
 from psc_core.answers import Alpha, Document
-from psc_core.errors import fault
+from psc_core.errors import fault, shorten
 from psc_core.pipeline import MAP
 from psc_core.tasks import TASKS
 from psc_core.tasks.base import CHECKS_OUTPUT, Datatype
@@ -239,6 +239,19 @@ def _check_one(inputs: Any) -> Any:
     if isinstance(inputs, list) and len(inputs) != 1:
         raise ValueError(f"give one of 'images' and 'encoded_images', got {len(inputs)} inputs")
     return inputs
+
+
+class LoadRequest(RequestModel):
+    """What a request to load may say; the bundle is always the one that the service was started with."""
+
+    parameters: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in self.parameters:
+            if name == "config" or name.startswith("file:"):
+                raise ValueError(f"{shorten(name)} is not supported by this server; leave it out")
+        return self
 
 
 class InferRequest(RequestModel):
@@ -577,10 +590,22 @@ def models_of(service: Service, *, only_ready: bool) -> list[RepositoryModel]:
     ]
 
 
-@repository_router.post("/models/{name}/load", summary="Load a model", responses=_ERRORS)
+@repository_router.post(
+    "/models/{name}/load",
+    summary="Load a model",
+    responses={**_ERRORS, **errors(408, 413, 429)},
+    openapi_extra={"requestBody": {"content": {"application/json": {"schema": _inline(LoadRequest)}}}},
+)
 async def load(request: Request, name: str) -> dict[str, str]:
     """Load and warm up the model's bundle, then swap it in; a bad bundle changes nothing."""
     service = service_to("admin", request)
+    body = await read_json_body(request, service.settings.upload_seconds)
+    return await load_model(service, name, load_json(body or b"{}"))
+
+
+async def load_model(service: Service, name: str, document: Any) -> dict[str, str]:
+    """Load a model as the document of a request asks."""
+    request_of(LoadRequest, document)
     await service.registry.reload(name)
     return {}
 

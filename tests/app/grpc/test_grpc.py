@@ -428,6 +428,22 @@ async def test_the_repository() -> None:
         assert await client.is_model_ready("other")
 
 
+async def test_a_load_takes_no_other_bundle() -> None:
+    async with calling(admin_keys="root") as (app, client):
+        root = {"x-api-key": "root"}
+        for options in ({"config": "{}"}, {"config": "{}", "files": {"file:1/model.onnx": b"A"}}):
+            with pytest.raises(InferenceServerException, match="is not supported by this server") as caught:
+                await client.load_model("m", headers=root, **options)
+            assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+        for method in ("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"):
+            message = METHODS[method][0](repository_name="other").SerializeToString()
+            async with channel_to(app) as channel:
+                error = await error_of(channel.unary_unary(PREFIX + method)(message, metadata=tuple(root.items())))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "repository_name" in error.details()
+        assert await app.metric('psc_reloads_total{model="m",result="ok"}') == 0
+        await client.load_model("m", headers=root)
+
+
 class Calls:
     def __init__(self, places: Places) -> None:
         self.places = places

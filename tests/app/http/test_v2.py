@@ -536,6 +536,25 @@ async def test_without_its_default_model_a_service_is_not_ready(names: list[str]
         assert (await app.client.get("/readyz")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"garbage", "JSON"),
+        (b"[]", "expected an object"),
+        (b'{"parameters": {"config": "{}"}}', "config is not supported"),
+        (b'{"parameters": {"file:1/model.onnx": "AAAA"}}', "file:1/model.onnx is not supported"),
+        (b"", ""),
+        (b'{"parameters": {"priority": 1}}', ""),
+    ],
+)
+async def test_a_load_takes_no_other_bundle(body: bytes, message: str) -> None:
+    async with running(admin_keys="root") as app:
+        answer = await app.client.post("/v2/repository/models/m/load", headers=ADMIN, content=body)
+        assert answer.status_code == (400 if message else 200), answer.text
+        assert message in answer.text
+        assert await app.metric('psc_reloads_total{model="m",result="ok"}') == (not message)
+
+
 async def test_refusals() -> None:
     async with running(api_keys="alice", admin_keys="root") as app:
         for what in ("load", "unload"):
