@@ -304,6 +304,7 @@ def _most_of(count: int) -> int:  # for one client
 # The metadata of a call that become headers of its request.
 _PASSED_ON: Final = frozenset({"authorization", "x-api-key", "traceparent", "tracestate"})
 _DETAIL_BYTES: Final = 4096  # of a percent-encoded detail; gRPC drops the status behind more than 8 KiB of metadata
+PING_MS: Final = 5000  # the shortest time between a client's pings; gRPC's own, 5 min, ends calls of common clients
 _SMALL_AT_ONCE: Final = 16  # the number of messages without images that may arrive at once
 
 
@@ -320,6 +321,8 @@ async def serving(app: ASGIApp, service: Service) -> AsyncIterator[None]:
             ("grpc.max_receive_message_length", largest),
             ("grpc.max_connection_idle_ms", 1000 * settings.keep_alive_seconds),
             ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", PING_MS),
         ],
     )
     host = f"[{settings.host}]" if ":" in settings.host else settings.host

@@ -37,6 +37,7 @@ from app.grpc import (
     MAX_WAITING,
     MESSAGE_SECONDS,
     METHODS,
+    PING_MS,
     PREFIX,
     Places,
     check_counts,
@@ -393,6 +394,20 @@ async def test_the_access_log_has_the_address(caplog: pytest.LogCaptureFixture) 
         await call(app, "ServerLive")
     (line,) = [record for record in caplog.records if record.message == "request"]
     assert vars(line)["client"] == "127.0.0.1"
+
+
+@pytest.mark.slow
+async def test_the_pings_of_a_client_end_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.grpc.PING_MS", PING_MS // 10)  # gRPC's clients ping every second at most.
+    options = [(f"grpc.{name}", 1) for name in ("keepalive_time_ms", "keepalive_permit_without_calls")]
+    options.append(("grpc.http2.max_pings_without_data", 0))
+    async with calling() as (app, _):
+        address = f"127.0.0.1:{app.service.settings.grpc_port}"
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            call = channel.stream_unary(PREFIX + "ModelInfer")(Silence())
+            ended, _ = await asyncio.wait([asyncio.ensure_future(call.code())], timeout=8)
+            assert not ended
+            call.cancel()
 
 
 async def test_a_long_detail_leaves_the_code() -> None:
