@@ -286,11 +286,12 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def get_and_head(router: APIRouter | FastAPI, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
-    """Register an endpoint for GET, and outside the document for HEAD: some load balancers and monitors ask with it."""
+    """Register an endpoint for GET and HEAD, with which some load balancers and monitors ask."""
 
     def register(endpoint: Endpoint) -> Endpoint:
+        # The first route answers, also a 405 with its methods; the second one is for the document, which has only GET.
+        router.api_route(path, methods=["GET", "HEAD"], **{**options, "include_in_schema": False})(endpoint)
         router.get(path, **options)(endpoint)
-        router.head(path, **{**options, "include_in_schema": False})(endpoint)
         return endpoint
 
     return register

@@ -286,6 +286,8 @@ async def test_head_is_answered_as_get_and_is_in_no_document() -> None:
         for path in HEAD:
             got, head = await app.client.get(path), await app.client.head(path)
             assert (head.status_code, head.headers["content-type"]) == (200, got.headers["content-type"]), path
+            refused = await app.client.options(path)
+            assert (refused.status_code, {*refused.headers["allow"].split(", ")}) == (405, {"GET", "HEAD"}), path
         document = (await app.client.get("/openapi.json")).json()
         assert (await app.client.head("/v2/models/n/ready")).status_code == 404
     assert not any("head" in path for path in document["paths"].values())
