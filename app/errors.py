@@ -295,32 +295,3 @@ def get_and_head(router: APIRouter | FastAPI, path: str, **options: Any) -> Call
         return endpoint
 
     return register
-
-
-# As :class:`app.service.ApiKeys` reads a key.
-_SECURITY_SCHEMES: Final = {
-    "X-API-Key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
-    "Bearer": {"type": "http", "scheme": "bearer"},
-}
-
-
-class Application(FastAPI):
-    """FastAPI with an OpenAPI document that has problems and keys, and no 422: invalid parameters are 400 here."""
-
-    def openapi(self) -> dict[str, Any]:
-        document = super().openapi()
-        components = document.setdefault("components", {})
-        components["securitySchemes"] = _SECURITY_SCHEMES
-        schemas = components.setdefault("schemas", {})
-        for path in document["paths"].values():
-            for operation in path.values():
-                answers = operation["responses"]
-                if "HTTPValidationError" in str(answers.get("422", {}).get("content", {})):
-                    del answers["422"]
-                # What can answer 403 needs a key always, what only predicts where there are keys.
-                if "403" in answers or ("401" in answers and self.state.service.keys.predict):
-                    operation["security"] = [{name: []} for name in _SECURITY_SCHEMES]
-        for name in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(name, None)
-        schemas[ProblemDocument.__name__] = ProblemDocument.model_json_schema()
-        return document

@@ -40,7 +40,8 @@ from app.errors import (
 )
 from app.http.body import has_disconnected, parse_query, read_images
 from app.http.middleware import ProblemCORS, RequestLimits, announced_bytes
-from app.http.model import QUERY
+from app.http.model import QUERY, ReadyDocument
+from app.http.v2 import ModelReadyDocument, ServerReadyDocument
 from app.inference.decoder import Decoder, EncodedImage, fingerprints
 from app.memory import COPIES, PIXEL_BYTES, MemoryBudget, process_memory, resident_bytes
 from app.metrics import DescriptorWatch
@@ -59,8 +60,13 @@ _RELEASE_SECONDS: Final = 5.0  # the shortest time between two such returns
 _SILENT_SECONDS: Final = 5.0  # after which an engine that nobody would replace counts as dead
 _MEET_SECONDS: Final = 10.0  # the longest time that a new front waits for the engine before it answers without
 _TRACE: Final = b"traceparent"
-# What says that the process is alive, by path.
+# What says that the process is alive, and what says that it is not ready, by path.
 _ALIVE: Final = {"/healthz": b'{"status":"ok"}', "/v2/health/live": b'{"live":true}'}
+_NOT_READY: Final = {
+    "/readyz": ReadyDocument(status="not ready", reasons={"service": "the engine is being replaced"}),
+    "/v2/health/ready": ServerReadyDocument(live=True, ready=False),
+}
+_MODEL_READY: Final = re.compile(r"/v2/models/([^/]+)(?:/versions/[^/]+)?/ready")
 # What the engine needs to know of a request.
 _PASSED_ON: Final = (
     "type", "http_version", "server", "client", "scheme", "method", "root_path", "path", "raw_path", "query_string",
@@ -324,10 +330,14 @@ class Front:
 
     async def _answer_alone(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer while there is no engine: this process is alive, but predicts nothing."""
-        alive = _ALIVE.get(scope["path"].removeprefix(self._prefix))
+        path = scope["path"].removeprefix(self._prefix)
+        alive, of_model = _ALIVE.get(path), _MODEL_READY.fullmatch(path)
+        not_ready = ModelReadyDocument(name=of_model[1], ready=False) if of_model else _NOT_READY.get(path)
         trace = {"traceresponse": trace_of_request(scope["headers"]).traceparent}
         if alive is not None:
             response = Response(alive, headers=trace, media_type="application/json")
+        elif not_ready is not None:
+            response = Response(not_ready.model_dump_json(), 503, trace, media_type="application/json")
         else:
             error = EngineLost("the engine that predicts is being replaced; try again in 5 s", retry_after=5)
             problem, headers = problem_of(error)

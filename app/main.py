@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.compiler.config
@@ -26,9 +26,16 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app import errors as problems
 from app import tracing
-from app.errors import Application
 from app.http import feedback, model, v2
-from app.http.middleware import DirectRoutes, HostAllowList, ProblemCORS, ProblemResponses, RequestLimits, Telemetry
+from app.http.middleware import (
+    DirectRoutes,
+    HostAllowList,
+    ProblemCORS,
+    ProblemResponses,
+    RequestLimits,
+    Telemetry,
+    is_probe,
+)
 from app.log import LogWriter
 from app.metrics import Metrics, forget_dead_processes
 from app.models import ModelStarter, Registry, load_bundle
@@ -106,6 +113,53 @@ def settle_heap() -> None:
     gc.collect()
     release_freed_memory()
     gc.freeze()
+
+
+# As :class:`app.service.ApiKeys` reads a key.
+_SECURITY_SCHEMES: Final = {
+    "X-API-Key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+    "Bearer": {"type": "http", "scheme": "bearer"},
+}
+
+
+class Application(FastAPI):
+    """FastAPI with an OpenAPI document that has problems and keys, and no 422: invalid parameters are 400 here."""
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        components = document.setdefault("components", {})
+        components["securitySchemes"] = _SECURITY_SCHEMES
+        schemas = components.setdefault("schemas", {})
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                answers = operation["responses"]
+                for status in _common_statuses(method, path):
+                    answers.setdefault(str(status), _error_answer(path, status))
+                if "HTTPValidationError" in str(answers.get("422", {}).get("content", {})):
+                    del answers["422"]
+                # What can answer 403 needs a key always, what only predicts where there are keys.
+                if "403" in answers or ("401" in answers and self.state.service.keys.predict):
+                    operation["security"] = [{name: []} for name in _SECURITY_SCHEMES]
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        schemas[problems.ProblemDocument.__name__] = problems.ProblemDocument.model_json_schema()
+        return document
+
+
+def _common_statuses(method: str, path: str) -> list[int]:
+    """Return the statuses with which a route may be refused whatever it does."""
+    if path in ("/healthz", "/v2/health/live"):
+        return []
+    return [503] if is_probe(path) else [*([413] if method == "post" else []), 429, 503]
+
+
+def _error_answer(path: str, status: int) -> dict[str, Any]:
+    answer = problems.responses(status)[status]
+    if path.startswith("/v2"):
+        answer["content"] = {
+            "application/json": {"schema": {"$ref": f"#/components/schemas/{v2.ErrorDocument.__name__}"}}
+        }
+    return answer
 
 
 def linger_seconds(settings: Settings) -> float:

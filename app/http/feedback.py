@@ -157,7 +157,7 @@ router = APIRouter(tags=["feedback"])
 @router.post(
     "/feedback",
     summary="Say what an image shows",
-    responses=responses(400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503, 504),
+    responses=responses(400, 401, 403, 404, 408, 409, 415, 422, 504),
     openapi_extra={"requestBody": _BODY},
 )
 async def feedback(request: Request) -> FeedbackDocument:
@@ -238,7 +238,7 @@ class _ReviewQuery(BaseModel):
     )
 
 
-review_router = APIRouter(tags=["feedback"], responses=responses(401, 403, 429, 503, 504))
+review_router = APIRouter(tags=["feedback"], responses=responses(401, 403, 504))
 
 
 @review_router.get(

@@ -19,7 +19,7 @@ from starlette.responses import FileResponse, RedirectResponse
 from starlette.staticfiles import StaticFiles
 
 from app.errors import MalformedRequest, get_and_head, responses
-from app.http.body import IMAGES_BODY, has_disconnected, parse_query, query_parameters, read_images
+from app.http.body import FILE_SCHEMA, IMAGES_BODY, has_disconnected, parse_query, query_parameters, read_images
 from app.inference.batcher import RequestMode
 from app.inference.decoder import EncodedImage
 from app.models import Predicted, ServedModel, explain
@@ -43,7 +43,7 @@ QUERY: Final[type[PredictQuery]] = create_model(
 )
 _ROUTE: Final[dict[str, Any]] = {
     "response_model": Union[*(task.response_type for task in TASKS.values())],
-    "responses": responses(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504),
+    "responses": responses(400, 401, 404, 408, 415, 422, 500, 504),
     "openapi_extra": {"requestBody": IMAGES_BODY, "parameters": query_parameters(QUERY)},
 }
 predict_router = APIRouter(tags=["predict"])
@@ -237,7 +237,7 @@ class ReloadDocument(Document):
 
 
 _BINS: Final = 40
-router = APIRouter(tags=["model"], responses=responses(401, 503))
+router = APIRouter(tags=["model"], responses=responses(401))
 
 
 @get_and_head(router, "/model", summary="The default model")
@@ -306,7 +306,7 @@ def describe_model(
 
 MAX_FILES: Final = 12
 MAX_FILE_BYTES: Final = 1 << 20  # the maximum size of an image to try, bytes; larger files are not shown
-live_router = APIRouter(tags=["model"], responses=responses(401, 404, 503))
+live_router = APIRouter(tags=["model"], responses=responses(401, 404))
 
 
 @live_router.get("/models/{name}/live", summary="The last images of a model")
@@ -340,7 +340,12 @@ async def examples(request: Request, name: str) -> ExamplesDocument:
     return ExamplesDocument(files=sorted(example_files(service, name)))
 
 
-@live_router.get("/models/{name}/examples/{file}", summary="An image to try", response_class=FileResponse)
+@live_router.get(
+    "/models/{name}/examples/{file}",
+    summary="An image to try",
+    response_class=FileResponse,
+    responses={200: {"content": {"image/*": {"schema": FILE_SCHEMA}}}},
+)
 async def example(request: Request, name: str, file: str) -> FileResponse:
     """Return one of these images."""
     service = service_to("predict", request)
@@ -428,7 +433,7 @@ async def metrics(request: Request) -> Response:
     "/admin/reload",
     summary="Reload bundles",
     tags=["admin"],
-    responses=responses(400, 401, 403, 404, 409, 415, 422, 500, 503),
+    responses=responses(400, 401, 403, 404, 409, 415, 422, 500),
     openapi_extra={"parameters": query_parameters(_ReloadQuery)},
 )
 async def reload(request: Request) -> ReloadDocument:

@@ -556,14 +556,14 @@ def output_names(served: ServedModel) -> tuple[str, ...]:
     return tuple(name for name in served.model.task.tensors if name != CHECKS_OUTPUT or served.model.checks)
 
 
-_ERRORS: Final = errors(400, 403, 404, 409, 422, 500, 503)
+_ERRORS: Final = errors(400, 403, 404, 409, 422, 500)
 repository_router = APIRouter(prefix="/v2/repository", tags=["open inference protocol v2"], responses=errors(401, 415))
 
 
 @repository_router.post(
     "/index",
     summary="Models of the repository",
-    responses=errors(400, 408, 413, 429),
+    responses=errors(400, 408),
     openapi_extra={"requestBody": {"content": {"application/json": {"schema": _inline(IndexRequest)}}}},
 )
 async def index(request: Request) -> list[RepositoryModel]:
@@ -593,7 +593,7 @@ def models_of(service: Service, *, only_ready: bool) -> list[RepositoryModel]:
 @repository_router.post(
     "/models/{name}/load",
     summary="Load a model",
-    responses={**_ERRORS, **errors(408, 413, 429)},
+    responses={**_ERRORS, **errors(408)},
     openapi_extra={"requestBody": {"content": {"application/json": {"schema": _inline(LoadRequest)}}}},
 )
 async def load(request: Request, name: str) -> dict[str, str]:
@@ -618,13 +618,13 @@ async def unload(request: Request, name: str) -> dict[str, str]:
     return {}
 
 
-_METADATA_ERRORS: Final = errors(401, 404, 503)
+_METADATA_ERRORS: Final = errors(401, 404)
 _READINESS: Final = {503: {"model": ModelReadyDocument}, **errors(404)}
 _INFER: Final[Mapping[str, Any]] = {
     "response_model": InferResponse,
     "responses": {
         200: {"content": {"application/octet-stream": {"schema": FILE_SCHEMA}}},
-        **errors(400, 401, 404, 408, 413, 415, 422, 429, 500, 503, 504),
+        **errors(400, 401, 404, 408, 415, 422, 500, 504),
     },
     "openapi_extra": {"requestBody": INFER_BODY, "parameters": INFER_PARAMETERS},
 }

@@ -524,12 +524,21 @@ async def test_a_front_whose_parent_and_engine_were_killed_answers(monkeypatch: 
 @pytest.mark.anyio
 async def test_a_front_alone_answers_as_the_application_does() -> None:
     place, origin = Place.make(0, 1 << 16), {"origin": "https://page.example"}
+    documents: dict[str, Any] = {
+        "/healthz": {"status": "ok"},
+        "/v2/health/live": {"live": True},
+        "/readyz": {"status": "not ready", "reasons": {"service": "the engine is being replaced"}},
+        "/v2/health/ready": {"live": True, "ready": False},
+        "/v2/models/m/ready": {"name": "m", "ready": False},
+        "/v2/models/m/versions/v1/ready": {"name": "m", "ready": False},
+    }
     front = Front(Settings(cors_origins=(origin["origin"],)), KEYS, Board(1), place, on_start=lambda: None)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://test") as client:
-        answers = [await client.get(path, headers=origin) for path in ("/healthz", "/v2/health/live", "/predict")]
+        answers = [await client.get(path, headers=origin) for path in (*documents, "/predict")]
     place.close()
-    assert [answer.status_code for answer in answers] == [200, 200, 503]
-    assert [answer.json() for answer in answers[:2]] == [{"status": "ok"}, {"live": True}]
+    assert [answer.status_code for answer in answers] == [200, 200, 503, 503, 503, 503, 503]
+    assert [answer.json() for answer in answers[:-1]] == [*documents.values()]
+    assert answers[-1].json()["type"] == "urn:psc:problem:engine-lost"
     for answer in answers:
         assert answer.headers["access-control-allow-origin"] == origin["origin"]
         assert len(answer.headers["traceresponse"].split("-")) == 4

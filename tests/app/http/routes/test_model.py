@@ -4,9 +4,12 @@ import json
 import re
 from pathlib import Path
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from app.channel import Board, Place
+from app.front import Front
 from app.http.model import MAX_FILE_BYTES, MAX_FILES, SECURITY_HEADERS, ModelDocument
 from app.http.v2 import ErrorDocument
 from app.metrics import METRICS
@@ -258,6 +261,35 @@ async def test_openapi_declares_the_three_bodies_and_every_problem(tmp_path: Pat
     assert "HTTPValidationError" not in json.dumps(document["paths"])
     with_body = [path["post"] for path in document["paths"].values() if "requestBody" in path.get("post", {})]
     assert len(with_body) >= 5 and all("429" in operation["responses"] for operation in with_body)
+
+
+async def test_openapi_declares_what_refuses_any_route(tmp_path: Path) -> None:
+    """Too many requests, too large a body, and a front without an engine."""
+    place, admin = Place.make(0, 1 << 16), {"X-API-Key": "root"}
+    seen = set()
+    async with running(admin_keys="root", log=str(tmp_path), max_body_bytes=10) as app:
+        front = Front(app.service.settings, app.service.keys, Board(1), place, on_start=lambda: None)
+        document = app.app.openapi()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://test") as alone:
+            for path, operations in document["paths"].items():
+                url = path.replace("{name}", "m").replace("{version}", "v1").replace("{file}", "x.png")
+                for method, operation in operations.items():
+                    body = {"content": bytes(11)} if method == "post" else {}
+                    answers = [await app.client.request(method, url, headers=admin, **body)]
+                    app.service.inflight = 1 << 20
+                    answers.append(await app.client.request(method, url, headers=admin))
+                    app.service.inflight = 0
+                    answers.append(await alone.request(method, url))
+                    for answer in answers:
+                        seen.add(answer.status_code)
+                        content = operation["responses"][str(answer.status_code)].get("content", {})
+                        if answer.status_code >= 400:
+                            (kind,) = content
+                            assert answer.headers["content-type"] == kind, answer.url
+                            form = document["components"]["schemas"][content[kind]["schema"]["$ref"].split("/")[-1]]
+                            assert {*form["required"]} <= {*answer.json()} <= {*form["properties"]}, answer.url
+    place.close()
+    assert seen >= {200, 413, 429, 503}
 
 
 @pytest.mark.parametrize("keys", [{}, {"api_keys": "one"}])
