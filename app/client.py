@@ -76,7 +76,8 @@ DEFAULT_URL: Final = "http://127.0.0.1:8000"
 # The answers that have a method of their own; :meth:`Client.ask` returns any answer.
 _METHODS: Final = {ClassificationResponse: "predict", RegressionResponse: "predict_values"}
 AnyResponse = TypeVar("AnyResponse", bound=Response)
-ImageInput = str | Path | bytes  # the path of a file, or the bytes of one
+_BYTES: Final = (bytes, bytearray, memoryview)
+ImageInput = str | Path | bytes | bytearray | memoryview  # the path of a file, or the bytes of one
 _CONNECTIONS: Final = 100  # of a client at most, as in httpx
 _RETRIED_STATUS: Final = frozenset({429, 503})
 _NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
@@ -312,14 +313,14 @@ def _predict_request(
     **thresholds: float | None,
 ) -> httpx.Request:
     """Read the images and build the request for them."""
-    if isinstance(images, (str, bytes, Path)):
+    if isinstance(images, (str, Path, *_BYTES)) or hasattr(images, "read") or not hasattr(images, "__iter__"):
         raise InputError("expected a list of images, got one image; put it into a list")
-    if not images:
-        raise InputError("expected at least one image, got none")
     flags = {"explain": explain or None, "map": map or None, "monitor": None if monitor else False}
     query = {name: value for name, value in {**thresholds, **flags}.items() if value is not None}
     path = "predict" if model is None else f"{_model_path(model)}/predict"
     files = [_part(image, index) for index, image in enumerate(images)]
+    if not files:
+        raise InputError("expected at least one image, got none")
     return client.build_request("POST", path, params=query, files=files)
 
 
@@ -328,11 +329,16 @@ def _model_path(name: str | None) -> str:
 
 
 def _part(image: ImageInput, index: int) -> tuple[str, tuple[str, bytes, str]]:
-    if isinstance(image, bytes):
-        return ("images", (f"image-{index}", image, "application/octet-stream"))
-    path = Path(image)
+    if isinstance(image, _BYTES):
+        return ("images", (f"image-{index}", bytes(image), "application/octet-stream"))
     try:
+        path = Path(image)
         data = path.read_bytes()
+    except (TypeError, ValueError) as error:  # The latter of a null character.
+        got = repr(image) if isinstance(image, str) else type(image).__name__
+        raise InputError(
+            f"expected the path of a file or its bytes, got {got}; read a file with .read()", index
+        ) from error
     except OSError as error:
         is_folder = isinstance(error, IsADirectoryError)
         remedy = "name the images in it, or give psc-predict --recursive" if is_folder else "check the path"

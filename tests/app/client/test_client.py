@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import io
 import pickle
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from PIL import Image
 
 from app.client import (
     AsyncClient,
@@ -276,6 +279,25 @@ def test_rejects_bad_input_before_sending(send: Send, tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         Retry(attempts=0)
     assert script.requests == []
+
+
+def test_images_are_paths_or_bytes(send: Send, tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(b"a\nb")
+    script = Script(answer(3))
+    send(script, bytearray(b"array"), memoryview(b"view"), file)
+    assert all(data in script.requests[0].content for data in (b"array", b"view", b"a\nb"))
+    for image in (io.BytesIO(b"file"), Image.new("L", (2, 2)), np.zeros((2, 2)), None, "a\0b"):
+        with pytest.raises(InputError, match="expected the path of a file or its bytes") as caught:
+            send(script, b"first", image)
+        assert caught.value.index == 1
+    with Client(transport=script.transport) as client, open(file, "rb") as opened:
+        for alone in (opened, Image.new("L", (2, 2)), bytearray(b"x"), memoryview(b"x"), None):
+            with pytest.raises(InputError, match="put it into a list"):
+                client.predict(alone)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="the path of a file or its bytes, got ndarray"):
+            client.predict(np.zeros((2, 2)))  # type: ignore[arg-type]
+    assert len(script.requests) == 1
 
 
 def test_the_password_of_a_url_is_not_printed() -> None:
