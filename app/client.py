@@ -26,6 +26,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, Self, TypedDict, TypeVar, Unpack, get_type_hints
 from urllib.parse import quote
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 from pydantic import ValidationError
@@ -257,6 +258,12 @@ def _shown(url: object) -> str:
     return re.sub("//.*@", "//", str(url))
 
 
+def _has_proxy(url: httpx.URL) -> bool:
+    """Return whether the environment names a proxy for a URL."""
+    proxies = getproxies()
+    return bool(proxies.get(url.scheme) or proxies.get("all")) and not proxy_bypass(url.host)
+
+
 class _Requests:
     """What both clients share: every request, when to send it again, and how its answer is read; they only send it."""
 
@@ -298,7 +305,10 @@ class _Requests:
             raise ConnectionFailed("all connections of this client were in use; make fewer calls at once") from outcome
         if isinstance(outcome, httpx.HTTPError):
             reason, url = str(outcome) or type(outcome).__name__, _shown(outcome.request.url)
-            raise ConnectionFailed(f"no answer from {url} ({reason}); is the service running there?") from outcome
+            remedy = "is the service running there?"
+            if _has_proxy(outcome.request.url):
+                remedy = "a proxy of the environment was asked: check HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY"
+            raise ConnectionFailed(f"no answer from {url} ({reason}); {remedy}") from outcome
         return outcome
 
 

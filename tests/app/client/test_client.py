@@ -329,6 +329,33 @@ def test_an_environment_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyP
     assert main(["x.png"], environment={}) == ExitCode.BAD_INPUT
 
 
+@pytest.mark.parametrize(
+    ("variables", "is_asked"),
+    [
+        ({"HTTP_PROXY": "http://me:secret@127.0.0.1:1"}, True),
+        ({"ALL_PROXY": "http://127.0.0.1:1"}, True),
+        ({"HTTP_PROXY": "http://127.0.0.1:1", "NO_PROXY": "127.0.0.1"}, False),
+        ({"HTTPS_PROXY": "http://127.0.0.1:1"}, False),
+        ({}, False),
+    ],
+)
+def test_a_proxy_that_does_not_answer_is_named(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], is_asked: bool
+) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name.lower(), value)
+    url = "http://127.0.0.1:2"
+    with Client(url, retry=Retry(attempts=1)) as client, pytest.raises(ConnectionFailed) as caught:
+        client.model()
+    assert ("a proxy of the environment" in str(caught.value), "is the service" in str(caught.value)) == (
+        is_asked, not is_asked,
+    )  # fmt: skip
+    assert "secret" not in str(caught.value)
+
+
 def test_sends_file_names_that_are_not_text(send: Send, tmp_path: Path) -> None:
     file = tmp_path / "\udcff.png"
     file.write_bytes(b"image")
