@@ -99,7 +99,7 @@ class ClientError(Exception):
 
 
 class InputError(ClientError):
-    """An image cannot be read here, or the URL or the API key cannot be used; nothing was sent."""
+    """An image cannot be read here, or the model's name, the URL or the API key cannot be used; nothing was sent."""
 
     def __init__(self, message: str, index: int | None = None) -> None:
         self.index = index
@@ -335,6 +335,8 @@ def _predict_request(
 
 
 def _model_path(name: str | None) -> str:
+    if name in ("", ".", ".."):  # httpx would take them for parts of a path.
+        raise InputError(f"expected the name of a model, got {name!r}; client.model()['models'] lists them")
     return "model" if name is None else f"models/{quote(name, safe='')}"
 
 

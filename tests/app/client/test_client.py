@@ -268,6 +268,11 @@ def test_rejects_bad_input_before_sending(send: Send, tmp_path: Path) -> None:
             client.predict([])
         with pytest.raises(InputError):
             client.predict("image.png")
+        for name in ("", ".", ".."):  # httpx would ask /predict in place of /models/../predict.
+            with pytest.raises(InputError):
+                client.model(name)
+            with pytest.raises(InputError):
+                client.predict([b"image"], model=name)
     for url in ("localhost:8000", "http://[::1", "http://a..b", "http://", f"http://{'a' * 64}.org"):
         with pytest.raises(InputError):
             Client(url)
