@@ -28,7 +28,7 @@ from psc_core.bundle import write_file
 from psc_core.collapse import CollapseReport
 from psc_core.compute import Compute
 from psc_core.conformal import check_rates
-from psc_core.data.cache import Scratch, cache_images, only_readable, readable
+from psc_core.data.cache import Scratch, cache_images, only_readable, readable, unused_levels
 from psc_core.data.dataset import ImageDataset, draw, draw_balanced, split_validation
 from psc_core.data.loaders import temporary_folder
 from psc_core.data.open import check_same
@@ -203,7 +203,8 @@ class FitJob:
         if len(train) + len(val) >= FIRST_EVALUATION_IMAGES:  # Tracing takes as long as a few hundred images.
             trial = trial_input(train.preprocess).to(self.compute.device)
             run = fused_network(net, trial, self.compute.precision)
-        return self.data.task_type.first_evaluation(run, train, val, self.compute)
+        found = self.data.task_type.first_evaluation(run, train, val, self.compute)
+        return found._replace(warning="; ".join(filter(None, [unused_levels(train), found.warning])))
 
     def decode(self, max_bad_images: int) -> tuple[FitJob, tuple[str, ...]]:
         """Return the job with its images decoded once, without those that cannot be, and lines of text about these."""

@@ -28,6 +28,7 @@ from torch import Tensor
 from psc_core.compute import Compute, track
 from psc_core.data.dataset import DECODERS, ArraySource, FileSource, ImageDataset, ImageSource, RawImage, TensorSource
 from psc_core.errors import DataError, ImageError, LoaderWarning, UsageError, warn
+from psc_core.images.decode import open_image
 from psc_core.images.files import read_file
 from psc_core.images.preprocess import Preprocess
 
@@ -244,6 +245,27 @@ def _origin(data: ImageDataset, position: int) -> tuple[ImageSource, int]:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
+
+
+_LOOKED_AT: Final = 16  # number of files whose brightest sample is sought
+
+
+def unused_levels(data: ImageDataset) -> str:
+    """Return a warning if the first files of 16 bits have no sample above a quarter of the scale; else nothing."""
+    top = 0
+    for position in range(min(_LOOKED_AT, len(data))):
+        source, index = _origin(data, position)
+        with suppress(ImageError, OSError):
+            if isinstance(source, FileSource) and (file := open_image(read_file(source.path(index)))).is_wide:
+                top = max(top, int(np.asarray(file.decode()).max()))
+    bits = next((bits for bits in (10, 12, 14) if 0 < top <= 1 << bits - 8), None)
+    if bits is None:
+        return ""
+    return (
+        f"files of 16 bits in {data.name} reach only level {top} of 255, as if {bits} bits were used: most of what "
+        f"they show is rounded away; multiply the samples by {1 << 16 - bits} and write the files again, or grey ones "
+        f"as TIFFs whose tag MaxSampleValue is {(1 << bits) - 1}, here and for the service"
+    )
 
 
 SHOWN_IMAGES: Final = 5  # maximum number of images that a message names

@@ -283,6 +283,12 @@ class OpenImage:
     data: bytes  # the content of the file
     cost: int  # the number of pixels; each pixel of a run-length encoded BMP counts as 50
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether integer samples have more than 8 bits."""
+        tiles = getattr(self.image, "tile", ())
+        return self.image.mode in _WIDE_MODES - {"F"} or any(";16" in str(tile.args) for tile in tiles)
+
     def samples(self, mode: str) -> npt.NDArray[np.uint8] | None:
         """Decode an upright JPEG to (height, width, 1, or 4 of RGB, the last to be ignored); None if Pillow has to."""
         if not self._is_plain(mode):

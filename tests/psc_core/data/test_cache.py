@@ -1,4 +1,5 @@
 import io
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from psc_core.data.cache import (
     only_readable,
     pixel_bytes,
     shared_images,
+    unused_levels,
     without,
 )
 from psc_core.data.dataset import (
@@ -38,6 +40,7 @@ from psc_core.data.open import image_folder, open_dataset
 from psc_core.errors import DataError, UsageError
 from psc_core.images.preprocess import PRESETS, Preprocess
 from tests.psc_core.data.support import TINY, write_folder
+from tests.psc_core.images.support import GRADIENT, tiff_of
 
 PREPROCESS = replace(PRESETS["cifar10"], height=8, width=8)
 
@@ -273,3 +276,39 @@ def test_an_image_that_cannot_be_read_is_none_of_them(tmp_path: Path) -> None:
 def test_images_in_memory(kind: str) -> None:
     assert shared_images(held(kind, range(10)), held(kind, range(6, 20))) == 4
     assert shared_images(held(kind, range(10)), held(kind, range(10, 20))) == 0
+
+
+@pytest.mark.parametrize(
+    ("bits", "kind", "said"),
+    [
+        (12, "png", "level 16 of 255, as if 12 bits were used: .* by 16 .* MaxSampleValue is 4095"),
+        (10, "png", "level 4 of 255, as if 10 bits .* by 64 .* 1023"),
+        (14, "tif", "level 64 of 255, as if 14 bits .* by 4 .* 16383"),
+        (16, "png", ""),
+        (15, "tif", ""),
+        (8, "png", ""),
+    ],
+)
+def test_files_of_16_bits_that_use_few_levels_are_told(tmp_path: Path, bits: int, kind: str, said: str) -> None:
+    """Of files of 8 bits nobody knows a better scale, however dark they are."""
+    root = write_folder(tmp_path, {"a": 2, "b": 2})
+    for at, file in enumerate(sorted(root.glob("*/*.png"))):
+        samples = np.full((5, 4), (1 << bits) - 1 if at == 3 else 3).astype(np.uint16 if bits > 8 else np.uint8)
+        samples[0] = 0
+        file.unlink()
+        Image.fromarray(samples if bits > 8 else samples // 16).save(file.with_suffix(f".{kind}"))
+    found = unused_levels(image_folder(root, TINY))
+    assert re.search(said, found) if said else not found
+    assert unused_levels(cache_images(image_folder(root, TINY), Scratch().folder)) == found
+
+
+def test_the_remedies_of_few_levels_are_remedies(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, {"a": 1, "b": 1})
+    samples = GRADIENT.astype(np.uint16) * 18
+    for file in root.glob("*/*.png"):
+        Image.fromarray(samples * 16).save(file)
+    assert not unused_levels(image_folder(root, TINY))
+    for file in root.glob("*/*.png"):
+        file.with_suffix(".tif").write_bytes(tiff_of(samples, t281=4095))
+        file.unlink()
+    assert not unused_levels(image_folder(root, TINY))

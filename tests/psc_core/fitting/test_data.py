@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from psc_core import PSC, FitSettings, fit_projection, fit_psc, measure_collapse, open_loader
@@ -16,7 +17,7 @@ from psc_core.data.cache import CachedSource, Scratch
 from psc_core.data.dataset import ArraySource, ImageDataset, number_images, split_validation
 from psc_core.data.open import image_folder
 from psc_core.errors import DataError, UsageError
-from psc_core.fit_data import FitData
+from psc_core.fit_data import FitData, FitJob
 from psc_core.images.preprocess import Preprocess
 from psc_core.projection import FittedProjection
 from tests.psc_core.data.support import TINY, write_folder
@@ -108,6 +109,18 @@ def folders(tmp_path: Path) -> FitData:
     for file in (train / "a" / "1.png", val / "b" / "0.png", val / "b" / "5.png"):
         file.write_bytes(b"text")
     return FitData.of(image_folder(train, TINY), image_folder(val, TINY), seed=3)
+
+
+def test_the_first_evaluation_tells_of_unused_levels(tmp_path: Path) -> None:
+    train, val = (write_folder(tmp_path / name, {"a": 4, "b": 12}) for name in ("train", "val"))
+    for file in train.glob("*/*.png"):
+        Image.fromarray(np.arange(4, dtype=np.uint16).reshape(2, 2) * 1365).save(file)
+    data = FitData.of(image_folder(train, TINY), image_folder(val, TINY))
+    settings = SETTINGS.changed({"alpha": 0.5, "coverage": 0.5})
+    job = FitJob(data, settings, settings.compute())
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    assert "reach only level 16 of 255" in job.first_evaluation(net).warning
+    assert "level" not in replace(job, data=replace(data, train=data.val)).first_evaluation(net).warning
 
 
 def test_says_that_images_are_not_kept(folders: FitData, monkeypatch: pytest.MonkeyPatch) -> None:
