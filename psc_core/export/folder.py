@@ -116,7 +116,8 @@ def _readme(model: FittedModel) -> str:
 * Input `{PIXELS}` of `{GRAPH}`: uint8 (n, {height}, {width}, {channels}), resized and cropped as `preprocess` in the
   metadata says. `{ANY_SIZE}` takes images of any size, those of a batch alike.
   Mean and standard deviation are applied inside. Before it, turn photographs upright (EXIF), blend an alpha channel
-  onto the `background` of `preprocess`, and scale 16-bit samples to 8, as the service does.
+  onto the `background` of `preprocess`, and scale grey 16-bit samples to 8 as `load` does: Pillow alone makes them
+  white. Tags of a TIFF may name another white than 65535.
 * Thresholds, float32 inputs that may be left out: {inputs}.
 * Output `decision`: {decisions}. The other outputs are named as in the service's answers.
 * `psc-export --check .` compares the runtimes of a machine on `{VECTORS}`.
@@ -129,7 +130,14 @@ onnxruntime.set_default_logger_severity(3)  # It warns of every input with a def
 session = onnxruntime.InferenceSession("{ANY_SIZE}")
 about = json.loads(session.get_modelmeta().custom_metadata_map["{METADATA}"])
 names = [output.name for output in session.get_outputs()]
-image = Image.new("{mode}", (640, 480))  # Of a file: ImageOps.exif_transpose(Image.open(FILE)).convert("{mode}")
+
+def load(file):
+    image = ImageOps.exif_transpose(Image.open(file))
+    if image.mode.startswith("I"):  # grey, 16 bits
+        image = Image.fromarray((numpy.asarray(image) / 257).round().astype("uint8"))
+    return image.convert("{mode}")
+
+image = Image.new("{mode}", (640, 480))  # Of a file: load(FILE)
 pixels = numpy.asarray(image).reshape(1, image.height, image.width, {channels})
 answers = dict(zip(names, session.run(None, {{"{PIXELS}": pixels}})))
 print(about["decisions"][answers["decision"][0]], answers["ood_p_value"][0])

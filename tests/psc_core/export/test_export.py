@@ -21,7 +21,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -31,7 +31,7 @@ from psc_core import PSC, PSCRegressor, load_network
 from psc_core.bundle import read_bundle
 from psc_core.data.open import open_dataset
 from psc_core.errors import BundleError, NetworkError, UsageError
-from psc_core.export.folder import README, RUNTIMES, VECTORS, check, export_model, table
+from psc_core.export.folder import README, RUNTIMES, VECTORS, _readme, check, export_model, table
 from psc_core.export.graph import ANY_SIZE, GRAPH, PIXELS, export_graphs
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model import FittedModel, load_model
@@ -140,6 +140,28 @@ def test_the_readme_runs(folder: Path) -> None:
     assert output_of_readme(folder).startswith("abstain_ood 0.0")
     for name in ("alpha", "ambiguity_threshold", "coverage"):
         assert f"`{name}` (" in (folder / README).read_text()
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_the_readme_loads_files_as_the_bundle_does(model: FittedModel, tmp_path: Path, mode: str) -> None:
+    preprocess = Preprocess(mode, 32, 24, None, *(((0.5,) * len(mode),) * 2))
+    scorer = model.pipeline.scorer.replace(preprocess=preprocess)
+    readme = _readme(replace(model, pipeline=model.pipeline.with_scorer(scorer)))
+    (lines,) = re.findall(r"^def load.*?(?=^image = )", readme, re.MULTILINE | re.DOTALL)
+    found: dict[str, Any] = {"numpy": np, "Image": Image, "ImageOps": ImageOps}
+    exec(lines, found)
+    noise = np.random.default_rng(0)
+    grey = noise.integers(0, 1 << 16, (32, 24)).astype(np.uint16)
+    colours = noise.integers(0, 256, (32, 24, 3)).astype(np.uint8)
+    for name, pixels in {
+        "16.png": grey,
+        "16.tif": grey,
+        "8.png": grey.astype(np.uint8),
+        "colours.png": colours,
+    }.items():
+        Image.fromarray(pixels).save(tmp_path / name)
+        expected = preprocess.from_bytes((tmp_path / name).read_bytes()).transpose(1, 2, 0)
+        assert np.array_equal(np.atleast_3d(found["load"](tmp_path / name)), expected), name
 
 
 @pytest.mark.skipif(not CPP, reason="ORT_CPP names no headers of onnxruntime")
