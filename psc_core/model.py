@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from psc_core.answers import UNNAMED, BasePolicy, ClassificationPolicy, RegressionPolicy, Target
 from psc_core.bundle import Bundle, Manifest, read_bundle, write_bundle
 from psc_core.compute import own_state, resolve_device
-from psc_core.data.loaders import LoaderDescription
+from psc_core.data.loaders import FEW_INPUTS, LoaderDescription, warn_of_range
 from psc_core.errors import BundleError, FitError, PSCError, UsageError, of_this_machine, shorten
 from psc_core.images.preprocess import MAKE_KNOWN, ImageLike, Inputs, Preprocess, as_batch
 from psc_core.network.cut import Backbone
@@ -122,7 +122,7 @@ class FittedModel:
     @own_state()
     def compute(self, images: Sequence[ImageLike] | Tensor) -> Outputs[Tensor]:
         """Return the outputs for images in any form, on the CPU; see :meth:`psc_core.PSC.predict`."""
-        batch = as_batch(images, self.preprocess)
+        batch = self._batch(images)
         with torch.inference_mode():
             packed = [self.pipeline(part.to(self.device)).cpu() for part in torch.split(batch, MAX_BATCH)]
         columns = len(self.score_names) + self.num_probabilities + len(self.checks)
@@ -145,12 +145,26 @@ class FittedModel:
         """
         grey = None
         if maps:
-            outputs, grey = self._compute_with_maps(as_batch(images, self.preprocess))
+            outputs, grey = self._compute_with_maps(self._batch(images))
         else:
             outputs = self.compute(images)
         decisions = self.decide(self.outputs(outputs.packed.numpy()))
         prediction = self.task.prediction(outputs, decisions, self.classes)
         return prediction if grey is None else replace(prediction, maps=grey)
+
+    def _batch(self, images: Sequence[ImageLike] | Tensor) -> Tensor:
+        """Read images into one batch; warn, once, of float inputs that another transform made than the fit's."""
+        batch = as_batch(images, self.preprocess)
+        if batch.is_floating_point() and len(batch) and self.preprocess.is_known and not self._warned:
+            few = batch[:FEW_INPUTS]
+            low, high = (end((0, 2, 3)).tolist() for end in (few.amin, few.amax))
+            if warn_of_range("this tensor", self.preprocess, few, low, high):
+                self._warned.append(True)
+        return batch
+
+    @cached_property
+    def _warned(self) -> list[bool]:
+        return []
 
     def _compute_with_maps(self, batch: Tensor) -> tuple[Outputs[Tensor], Tensor]:
         if self.pipeline.map is None:

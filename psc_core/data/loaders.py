@@ -44,6 +44,7 @@ MAX_HEADERS: Final = 2000  # files whose headers are read to find their kinds: o
 RARE: Final = 0.005  # share of the files below which a kind of file changes no rate that anybody would notice
 TRIED: Final = 32  # number of files of a kind with alpha among which some are sought whose background shows
 SHOWN_KINDS: Final = 5
+FEW_INPUTS: Final = 8  # of a tensor, which are looked at for a wrong transform
 _ALPHA: Final = "alpha"
 
 _SAME_IMAGES: Final = (
@@ -51,6 +52,7 @@ _SAME_IMAGES: Final = (
     "PIL.ImageOps.exif_transpose, or write the images that it makes to files and fit on these"
 )
 
+_LEVEL_ROUNDING: Final = 1e-3  # tolerance for one of 255 levels, divided by 255 as float32
 OUTSIDE: Final = 0.05  # tolerance for inputs darker than black or brighter than white, on the [0, 1] scale
 
 
@@ -188,18 +190,35 @@ def warn_of_dropped(data: Any, name: str, count: int) -> None:
         warn(f"the loader of {name} drops {left} of its last batch; give one with drop_last=False", LoaderWarning)
 
 
-def warn_of_range(name: str, preprocess: Preprocess, low: Sequence[float], high: Sequence[float]) -> None:
-    """Warn about inputs that no pixel value becomes, because their transform must have been another one."""
+def warn_of_range(
+    name: str, preprocess: Preprocess, inputs: Tensor, low: Sequence[float], high: Sequence[float]
+) -> bool:
+    """Warn about inputs that no pixel value becomes, or ``inputs`` that are pixels / 255; return whether it did.
+
+    Their transform must have been another one.
+    """
     darkest, brightest = (
         [value * std + mean for value, mean, std in zip(ends, preprocess.mean, preprocess.std, strict=True)]
         for ends in (low, high)
     )
+    mean, std = (torch.tensor(each, device=inputs.device)[:, None, None] for each in (preprocess.mean, preprocess.std))
     if min(darkest) < -OUTSIDE or max(brightest) > 1 + OUTSIDE:
-        warn(
-            f"inputs of {name} from {min(low):.3g} to {max(high):.3g} would be pixels from {min(darkest):.3g} to "
-            f"{max(brightest):.3g} on the scale from 0 to 1; give the mean and std of the loader's transform",
-            LoaderWarning,
-        )
+        found = f"would be pixels from {min(darkest):.3g} to {max(brightest):.3g} on the scale from 0 to 1"
+    elif 0 <= min(low) < max(high) <= 1 and _are_levels(inputs) and not _are_levels(inputs * std + mean):
+        found = "are pixels divided by 255 and not standardised"
+    else:
+        return False
+    warn(
+        f"inputs of {name} from {min(low):.3g} to {max(high):.3g} {found}; give the mean and std of the loader's "
+        "transform, and inputs that it made",
+        LoaderWarning,
+    )
+    return True
+
+
+def _are_levels(pixels: Tensor) -> bool:
+    """Return whether pixels on the scale from 0 to 1 are of 8 bits."""
+    return bool((255 * pixels - (255 * pixels).round()).abs().max() < _LEVEL_ROUNDING)
 
 
 def check_apart(train: Any, val: Any) -> None:
@@ -396,7 +415,7 @@ def read_loader(data: Any, name: str, description: LoaderDescription) -> ImageDa
     warn_of_dropped(data, name, len(images))
     preprocess = description.preprocess_of(images.shape[1:], low, high)
     if images.dtype == np.float32 and preprocess.is_known:
-        warn_of_range(name, preprocess, low, high)
+        warn_of_range(name, preprocess, torch.tensor(images[:FEW_INPUTS]), low, high)
     if preprocess.is_known and not is_random:
         warn_of_files(data, name, preprocess)
     source = TensorSource(images)

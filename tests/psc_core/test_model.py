@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from psc_core import PRESETS, PSC, ClassificationPrediction, PSCRegressor, RegressionPrediction, open_dataset
 from psc_core.answers import REGRESSION_SCORES
 from psc_core.data.dataset import ImageDataset
-from psc_core.errors import BundleError, FitError, ImageError, UsageError
+from psc_core.errors import BundleError, FitError, ImageError, LoaderWarning, UsageError
 from psc_core.fitted import Fitted, restore
 from psc_core.model import build_model, load_model
 from psc_core.pipeline import Pipeline
@@ -118,6 +118,22 @@ def test_inputs_enter_behind_the_standardisation(psc: PSC, digits: torch.Tensor)
     for floats in (inputs, inputs.double(), inputs.clone().requires_grad_()):
         assert torch.equal(psc(floats).outputs.packed, expected.outputs.packed)
     assert torch.equal(inputs, psc.preprocess.standardise(digits)), "the caller's tensor stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (1 / 255, "from 0 to 1 are pixels divided by 255, whose"),
+        (1.0, "from 0 to 255 would be pixels from 0.131 to 78"),
+    ],
+)
+def test_inputs_of_another_transform_are_told_once(digits: torch.Tensor, scale: float, said: str) -> None:
+    psc = PSC.load("artifacts/dirty-mnist-resnet18", device="cpu")
+    right = psc.preprocess.standardise(digits[:2])
+    psc(right), psc(torch.zeros_like(right)), psc(digits[:2])
+    with pytest.warns(LoaderWarning, match=f"inputs of this tensor {said}"):
+        psc.predict(digits[:2].float() * scale)
+    psc.predict(digits[:2].float() * scale)
 
 
 def test_original_predictions_equal_the_network(tiny_job, digits: torch.Tensor, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

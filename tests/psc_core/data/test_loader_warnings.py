@@ -231,3 +231,14 @@ def test_copies_of_files_and_rows_that_repeat_are_counted(tmp_path: Path) -> Non
         text = f"^{count} of {len(rows)} validation images are repeated"
         with pytest.warns(LoaderWarning, match=text) if count else nullcontext():
             warn_of_repeated(val)
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.3, 0.35), (0.5, 0.5)])
+def test_pixels_that_are_only_divided_are_told(mean: float, std: float) -> None:
+    """Of those that are standardised, or by mean 0 and deviation 1 need not be, none."""
+    pixels = torch.randint(160, 256, (20, 1, 4, 4), generator=torch.Generator().manual_seed(0)) / 255
+    labels = torch.arange(20) % 2
+    with pytest.warns(LoaderWarning, match=r"inputs of images from 0\.6.* to 1 are pixels divided by 255"):
+        open_loader(TensorDataset(pixels, labels), mean=mean, std=std)
+    open_loader(TensorDataset(pixels, labels), mean=0.0, std=1.0)
+    open_loader(TensorDataset((pixels - mean) / std, labels), mean=mean, std=std)
