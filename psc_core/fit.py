@@ -48,7 +48,7 @@ from psc_core.compute import FIT_STEPS, begin, own_state, steps
 from psc_core.data import MAX_BAD_IMAGES
 from psc_core.data.cache import Scratch, check_disjoint, warn_of_repeated
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.loaders import LoaderDescription, check_apart, read_loader
+from psc_core.data.loaders import LoaderDescription, check_apart, read_loader, warn_of_uncompared
 from psc_core.data.open import in_network_order
 from psc_core.density import DENSITIES
 from psc_core.errors import NetworkError, UsageError, warn
@@ -186,6 +186,7 @@ def fit(
         check_undescribed(train, description)
     elif description.classes is None:
         train = _named_by(net, train)
+    warn_of_uncompared(loaders[0], train)
     train = _in_order_of(net, train, are_given=description.classes is not None)
     of_task = task_named(task)
     predicts = of_task.takes(train)
@@ -282,6 +283,7 @@ def _quarter(
 def _calibration_images(model: FittedModel, loader: Any) -> ImageDataset:
     as_fitted = LoaderDescription(model.preprocess, classes=model.classes, target=model.task.number())
     data = open_images(loader, "the calibration data", as_fitted).in_order(model.classes)
+    warn_of_uncompared(loader, data)
     check_read_by(model, data)
     model.task.check_images(model.classes, data)
     warn_of_repeated(data)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from PIL import ExifTags, Image
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
 from psc_core.answers import UNNAMED, Target
 from psc_core.data.cache import HOLD_OUT, Scratch, map_file
@@ -101,6 +101,21 @@ def warn_of_files(data: Any, name: str, preprocess: Preprocess) -> None:
             f"files of {name} read as {preprocess} differ from the loader's inputs by "
             f"{max(each[0] for each in wrong.values()):.0%} of white{which}: a service would answer for other images "
             f"than these; {remedy}",
+            LoaderWarning,
+        )
+
+
+def warn_of_uncompared(data: Any, images: ImageDataset) -> None:
+    """Warn of a loader's inputs that come from files, as far as is known, with which nobody can compare them."""
+    dataset, source = dataset_of(data), images.source
+    whole = dataset.dataset if isinstance(dataset, Subset) else dataset
+    in_memory = isinstance(whole, TensorDataset | list | tuple | ImageDataset)
+    in_memory |= isinstance(getattr(whole, "data", None), Tensor | np.ndarray)
+    is_input = isinstance(source, TensorSource) and source.images.dtype == np.float32 and images.preprocess.is_known
+    if is_input and not in_memory and not _paths_of(dataset):
+        warn(
+            f"the inputs of {images.name} were not compared with files, which its data set does not name: before you "
+            "serve, see for some images whether psc.predict(files) answers as psc(inputs) does",
             LoaderWarning,
         )
 

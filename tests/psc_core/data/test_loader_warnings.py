@@ -24,7 +24,7 @@ from torchvision.transforms import v2
 
 from psc_core import PRESETS, open_dataset, open_loader
 from psc_core.data.cache import check_disjoint, warn_of_repeated
-from psc_core.data.loaders import check_apart, warn_of_random
+from psc_core.data.loaders import check_apart, warn_of_random, warn_of_uncompared
 from psc_core.errors import LoaderWarning, UsageError
 from psc_core.images.preprocess import Preprocess, as_batch
 
@@ -242,3 +242,35 @@ def test_pixels_that_are_only_divided_are_told(mean: float, std: float) -> None:
         open_loader(TensorDataset(pixels, labels), mean=mean, std=std)
     open_loader(TensorDataset(pixels, labels), mean=0.0, std=1.0)
     open_loader(TensorDataset((pixels - mean) / std, labels), mean=mean, std=std)
+
+
+class Own(Dataset):  # type: ignore[type-arg]
+    """Inputs that may come from files."""
+
+    def __len__(self) -> int:
+        return len(INPUTS)
+
+    def __getitem__(self, index: int) -> Any:
+        return INPUTS[index], index % 2
+
+
+def test_inputs_that_nobody_compared_with_files_are_told() -> None:
+    for data in (Own(), DataLoader(Own(), batch_size=8), Subset(Own(), range(20)), iter(DataLoader(Own()))):
+        images = open_loader(data, mean=0.0, std=1.0, name="the training data")
+        with pytest.warns(
+            LoaderWarning, match=r"of the training data were not compared .* psc.predict\(files\) answers"
+        ):
+            warn_of_uncompared(data, images)
+
+
+def test_inputs_without_files_are_not_compared() -> None:
+    held = Own()
+    held.data = INPUTS  # type: ignore[attr-defined]
+    for data in (PAIRS, Subset(PAIRS, range(9)), [*DataLoader(PAIRS)], held):
+        warn_of_uncompared(data, open_loader(data, mean=0.0, std=1.0))
+    warn_of_uncompared(Own(), open_loader(Own()))
+    pictures = [(Image.new("L", (4, 4), at), at % 2) for at in range(4)]
+    preprocess = Preprocess("L", 4, 4, None, (0.0,), (1.0,))
+    warn_of_uncompared(iter(pictures), open_loader(iter(pictures), preprocess=preprocess))
+    images = open_loader(PAIRS, mean=0.0, std=1.0)
+    warn_of_uncompared(images, images)

@@ -30,7 +30,7 @@ from psc_core import (
 )
 from psc_core.bundle import HISTORY
 from psc_core.data.dataset import ImageDataset, ImageSource, known_values
-from psc_core.errors import DataError, NetworkError, UsageError
+from psc_core.errors import DataError, LoaderWarning, NetworkError, UsageError
 from psc_core.images.preprocess import Preprocess
 from psc_core.model import TRIAL_IMAGES
 from psc_core.tasks.regression import width_without_image
@@ -89,6 +89,15 @@ def by_folders(net: nn.Module, folders: Path) -> PSC:
     chosen = measure_collapse(net, *opened, device="cpu").choose()
     projection = fit_projection(net, chosen, *opened, device="cpu")
     return fit_psc(net, chosen, projection, *opened, device="cpu")
+
+
+def test_inputs_that_nobody_compared_are_told_once(net: nn.Module, splits: Splits, fitted: PSC) -> None:
+    train, val = map(iter, splits)
+    with pytest.warns(LoaderWarning) as told:
+        PSC.fit(net, train, val, **STATISTICS, **QUICK)
+    assert sum("data were not compared" in str(each.message) for each in told) == 1
+    with pytest.warns(LoaderWarning, match="the calibration data were not compared"):
+        fitted.calibrate(iter(splits[1]))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
