@@ -46,6 +46,7 @@ from psc_core.log.sample import (
     unknown_of,
 )
 from psc_core.log.store import Log, open_log
+from psc_core.metrics import Difference
 from psc_core.model import PSC, FittedModel, load_model
 from psc_core.pipeline import Pipeline
 from psc_core.scoring import dataset_outputs
@@ -672,10 +673,22 @@ def test_what_is_learnt_replaces_what_was(shipped: FittedModel, reviewed_log: Lo
     assert kept.pipeline.scorer.reviewed is learnt.model.pipeline.scorer.reviewed  # What is no better replaces nothing.
 
 
+def test_only_a_loss_that_chance_does_not_explain_rules_the_check_out(
+    shipped: FittedModel, reviewed_log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown, sample = read_unknown(reviewed_log, shipped), read_sample(reviewed_log, shipped)
+    monkeypatch.setattr(recalibrate, "auroc_difference", lambda *_: Difference(0.05, 0.031))
+    assert recalibrate_from_sample(shipped, sample, {}, None, unknown).warnings == ()
+    monkeypatch.setattr(recalibrate, "auroc_difference", lambda *_: Difference(0.05, 0.029))
+    (said,) = recalibrate_from_sample(shipped, sample, {}, None, unknown).warnings
+    assert re.search(r"not taken: on 40 synthetic OOD images \(turned\) it loses 0\.0500 .* without --learn all", said)
+
+
 def test_images_of_the_classes_teach_nothing(model: FittedModel, wide: Sample, more: ImageDataset) -> None:
     wrong = replace(more, classes=("none_of_the_classes",), labels=torch.zeros(len(more), dtype=torch.int64))
     found = recalibrate_from_sample(model, wide, {"risk": 0.9}, None, (wrong, ()))
-    assert "the check reviewed is not taken" in found.warnings[0] and found.model.checks == model.checks
+    assert "the check reviewed is not taken: on reviewed images" in found.warnings[0]
+    assert found.model.checks == model.checks
     assert not found.model.report["provenance"][HISTORY][-1]["reviewed"]["helps"]
     few = wrong.subset(torch.arange(4))
     with pytest.raises(UsageError, match=r"4 images are reviewed .* needs 10; review 6 more"):
