@@ -533,6 +533,13 @@ class Added:
             f"answered with it; it takes {taken} of {self.compared} right answers of other classes"
         ) + "; the check reviewed is gone, learn it again" * (self.forgets and not learns)
 
+    def explained(self, headline: str) -> str:
+        """Return the headline of a policy that promises less than before, with its likely cause and what to do."""
+        return (
+            f"{headline.partition('; check ')[0]}; of the class {self.name}, held back, {self.recognised:.1%} are "
+            "recognised: give more images of it, teach it by --learn instead, or train with it"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return it as a bundle records it, in JSON types."""
         return {"name": self.name, **self.of_class._asdict(), "recognised": self.recognised, "taken": self.taken}
@@ -663,6 +670,7 @@ def recalibrate_from_sample(
     lines = [policy.headline(calibrated.metrics), *lines]
     promised, shown = (each.largest_error_rate() for each in (model.policy, policy))
     if promised is not None and shown is not None and promised < shown:
+        lines[0] = lines[0] if added is None else added.explained(lines[0])
         lines[0] += f"; the bundle before promised at most {promised:.3g}"
     known, values = sample.of_class.subset(of_before.nonzero()[:, 0]), sample.of_class.values
     if values is not None:

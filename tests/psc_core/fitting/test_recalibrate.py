@@ -797,6 +797,19 @@ def test_what_people_named_becomes_a_class(shipped: FittedModel, trousers_log: L
         ClassificationEvaluator().open_baselines(other, tmp_path, sample.of_class, sample.of_class)
 
 
+def test_a_class_that_costs_the_promise_is_named(shipped: FittedModel, trousers_log: Log) -> None:
+    """The weights and the preprocessing are those that kept it before."""
+    wide = with_class(shipped, "trouser")
+    sample, named = read_sample(trousers_log, wide), read_named(trousers_log, wide)
+    labels = sample.of_class.labels.clone()
+    labels[:100] = (labels[:100] + 1) % 10
+    wrong = replace(sample, of_class=replace(sample.of_class, labels=labels))
+    found = recalibrate_from_sample(shipped, wrong, {}, named=(wide, named))
+    assert found.model.policy.risk is None and "check the weights" not in found.lines[0]
+    assert re.search(r"NOTHING IS ACCEPTED.*of the class trouser, held back, .*% are recognised: give", found.lines[0])
+    assert found.lines[0].endswith(f"the bundle before promised at most {shipped.policy.largest_error_rate():.3g}")
+
+
 def test_what_was_learnt_is_learnt_again(
     learnt: Recalibrated, shipped: FittedModel, trousers_log: Log, reviewed_log: Log
 ) -> None:
