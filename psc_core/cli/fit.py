@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--name", help="name of the model (default: the name of --out)")
     text = "store the network as an ONNX graph, which needs none of its code to be loaded; always on for hf: and onnx:"
     group.add_argument("--graph", action="store_true", help=text)
-    text = "write no report, which would contain training and validation images, or their numbers"
+    text = "write no report, which would contain training and validation images, or their numbers; it has the verdict"
     group.add_argument("--no-report", action="store_true", help=text)
 
     group = cli.add_argument_group("answers")

@@ -44,6 +44,7 @@ _FILTERS = {name: Image.Resampling[name.upper()] for name in INTERPOLATIONS}
 RESIZERS: Final = ("torch", "pillow")
 _ROUNDING: Final = 1e-6  # relative difference of two means or deviations that may be one number, kept as float32
 MAKE_KNOWN: Final = "give fit the mean and std of your transform, fit(…, mean=…, std=…), or preprocess=…"
+GREY: Final = 'take --preset mnist with your --size, --mean and --std, or a preprocess of mode "L"'
 _ROWS: Final = 64  # of an image, copied at a time
 _MAX_ENLARGED: Final = 4  # size in crops of what PyTorch resizes: unlike Pillow it resizes the whole and then crops
 
@@ -91,9 +92,10 @@ class Preprocess:
             if value not in allowed:
                 raise UsageError(f"expected {what} one of {sorted(allowed)}, got {value!r}")
         if len(self.mean) != self.channels or len(self.std) != self.channels:
+            grey = f", or for a network of one channel {GREY}" if len(self.mean) == len(self.std) == 1 else ""
             raise UsageError(
                 f"expected {self.channels} means and stds for mode {self.mode}, got "
-                f"{len(self.mean)} and {len(self.std)}; give one of each for every channel"
+                f"{len(self.mean)} and {len(self.std)}; give one of each for every channel{grey}"
             )
         if min(self.std) <= 0:
             raise UsageError(f"expected positive stds, got {self.std}")
@@ -273,7 +275,8 @@ def as_batch(images: Sequence[ImageLike] | Tensor, preprocess: Preprocess) -> Im
     if isinstance(images, Tensor):
         return _tensor_batch(images, preprocess)
     if isinstance(images, (str, bytes, Path, Image.Image, np.ndarray)):
-        raise UsageError(f"expected a list of images or a tensor, got {describe_image(images)}; put it into a list")
+        remedy = "give torch.from_numpy(images)" if getattr(images, "ndim", 0) == 4 else "put it into a list"
+        raise UsageError(f"expected a list of images or a tensor, got {describe_image(images)}; {remedy}")
     if not isinstance(images, Iterable):
         raise UsageError(f"expected a list of images or a tensor, got {describe_image(images)}")
     pixels = read_each(images, partial(read_image, preprocess=preprocess))

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from psc_core.errors import NetworkError, UsageError
-from psc_core.images.preprocess import Inputs, Preprocess
+from psc_core.images.preprocess import GREY, Inputs, Preprocess
 from psc_core.network.layers import INPUT_SUFFIX, batch_axis, value_of
 
 if TYPE_CHECKING:
@@ -58,9 +58,11 @@ def check_output(net: nn.Module, trial: Inputs, outputs: int, *, name: str) -> N
     except NetworkError:
         raise  # It names the network's file and the way on.
     except Exception as error:
+        conv = next((each for each in net.modules() if isinstance(each, nn.Conv2d)), None)
+        is_grey = conv is not None and conv.in_channels == 1 < trial.shape[1]
+        remedy = f"for grey images {GREY}" if is_grey else "check the preset, the image size and the model arguments"
         raise NetworkError(
-            f"{name} cannot run an input of shape {tuple(trial.shape)}: {type(error).__name__}: {error}; check the "
-            "preset, the image size and the model arguments"
+            f"{name} cannot run an input of shape {tuple(trial.shape)}: {type(error).__name__}: {error}; {remedy}"
         ) from error
     if not isinstance(first, Tensor):
         raise NetworkError(

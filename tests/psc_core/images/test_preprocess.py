@@ -260,10 +260,18 @@ def test_pillow_image_equals_its_file(psc: PSC) -> None:
         assert torch.equal(one.log_density, other.log_density)
 
 
+def test_one_mean_for_colours_names_the_way_to_grey() -> None:
+    with pytest.raises(UsageError, match=r"3 means .* got 1 and 1; .* one channel take --preset mnist"):
+        Preprocess("RGB", 8, 8, None, (0.5,), (0.5,))
+    with pytest.raises(UsageError, match=r"got 3 and 1; give one of each for every channel$"):
+        Preprocess("RGB", 8, 8, None, (0.5,) * 3, (0.5,))
+
+
 @pytest.mark.parametrize(
     ("read", "given", "said"),
     [
         *((as_batch, each, "put it into a list") for each in (b"", "a.png", Image.new("L", (3, 3)), np.zeros((3, 3)))),
+        *((as_batch, np.zeros((2, 1, 28, 28), kind), r"torch\.from_numpy\(images\)$") for kind in (np.uint8, float)),
         (as_batch, None, "expected a list of images or a tensor, got None$"),
         (as_batch, 3, "expected a list of images or a tensor, got a int$"),
         (read_image, 1, "got a int"),

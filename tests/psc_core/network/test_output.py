@@ -27,6 +27,14 @@ def test_an_output_of_the_right_form_is_accepted() -> None:
     check_output(Gives(lambda x: x), torch.randn(1, 3, 4, 4), 3, name="my:net")
 
 
+def test_a_network_of_one_channel_is_told_the_way_to_grey() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    with pytest.raises(NetworkError, match=r"1 channels, but got 3 .* for grey images take --preset mnist"):
+        check_output(net, torch.randn(1, 3, 4, 4), 2, name="my:net")
+    with pytest.raises(NetworkError, match="check the preset, the image size and the model arguments"):
+        check_output(net, torch.randn(1, 1, 9, 9), 2, name="my:net")
+
+
 IMAGES = trial_images(PRESETS["cifar10"])
 
 
