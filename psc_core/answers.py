@@ -51,6 +51,7 @@ UNNAMED: Final = Target(name="value")  # the target of numbers that nobody named
 # A false-alarm rate; below 10⁻⁹ no calibration set could attain it.
 Alpha = Annotated[float, Field(ge=1e-9, lt=1, description="`is_ood` when the p-value is at most this.")]
 Coverage = Annotated[float, Field(gt=0, lt=1, description="Nominal coverage of `prediction_set`, or of the interval.")]
+LARGEST_CLASS: Final = "largest_class"  # a metric's key: the fraction of the calibration images that are of one class
 BETTER_THAN_GUESSING: Final = "better_than_guessing"  # a metric's key: whether predictions depend on images
 
 
@@ -149,12 +150,15 @@ class ClassificationPolicy(BasePolicy):
             if self.risk > RISKS[0] and metrics.get("risk_asked") is None:
                 tried = ", ".join(f"{100 * risk:g}" for risk in RISKS)
                 found += f"; of {tried} %, which were tried, the lowest that could be shown{describe_accuracy(metrics)}"
+            if (share := metrics.get(LARGEST_CLASS, 0)) >= 1 - self.risk:
+                found += f"; one answer to all images would keep that, as {share:.1%} are of one class: look at each"
         return guessing(metrics, _CAUSES_OF_CLASSES) + found
 
     def surprises(self, metrics: Mapping[str, Any]) -> bool:
-        """Return whether the model guesses, or its errors are more than the lowest rate that is tried or asked for."""
+        """Return whether the model guesses, one answer would do, or errors are above the lowest rate tried or asked."""
         expected = metrics.get("risk_asked") or RISKS[0]
-        return super().surprises(metrics) or self.risk is None or self.risk > expected
+        promises_little = self.risk is None or self.risk > expected or metrics.get(LARGEST_CLASS, 0) >= 1 - self.risk
+        return super().surprises(metrics) or promises_little
 
     def asked(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         risk = metrics.get("risk_asked")

@@ -28,6 +28,7 @@ from psc_core.answers import (
     CLASSIFICATION_DECISIONS,
     CLASSIFICATION_SCORES,
     FLOAT32_ROUNDING,
+    LARGEST_CLASS,
     RISKS,
     BasePolicy,
     ClassificationAnswer,
@@ -612,6 +613,7 @@ def calibration_metrics(scored: Scored, labels: Tensor) -> dict[str, Any]:
     return {
         "validation_images": len(labels),
         "accuracy": metrics.accuracy(probabilities, labels),
+        LARGEST_CLASS: float(labels.bincount().double().max()) / len(labels),
         BETTER_THAN_GUESSING: metrics.better_than_guessing(predicted, labels),
         "nll_nats": metrics.nll(probabilities, labels),
         "ece": metrics.ece(confidence, predicted == labels),

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from app.client import ClassificationOptions, Options, RegressionOptions
-from psc_core.answers import PredictQuery, Target
+from psc_core.answers import ClassificationPolicy, PredictQuery, Target
 from psc_core.errors import UsageError
 from psc_core.tasks import TASKS
 
@@ -21,6 +21,14 @@ def test_the_client_has_an_option_for_each_parameter() -> None:
 def test_rejects_what_no_task_has(parameters: dict[str, str]) -> None:
     with pytest.raises(ValidationError):
         PredictQuery.model_validate_strings(parameters)
+
+
+@pytest.mark.parametrize(("share", "warns"), [(0.89, False), (0.91, True)])
+def test_a_promise_that_one_answer_would_keep_is_told(share: float, warns: bool) -> None:
+    policy = ClassificationPolicy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.95, risk=0.1)
+    metrics = {"largest_class": share, "risk_asked": 0.1}
+    assert policy.surprises(metrics) == warns
+    assert ("one answer to all images would keep that, as 91.0% are of one" in policy.headline(metrics)) == warns
 
 
 def test_says_its_name_and_unit() -> None:
