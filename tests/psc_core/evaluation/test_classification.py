@@ -376,7 +376,8 @@ def test_summary_names_wins_ties_and_losses() -> None:
     assert automated[1].endswith(
         "Not enough images to tell: 528 that are all right would show the promised at most 1 %."
     )
-    assert "50 unusual, 150 unclear" in automated[2]
+    assert automated[2] == "Most errors that are accepted: class two|three, 3 % (12 of 400)."
+    assert "50 unusual, 150 unclear" in automated[3]
     changes = ({"accepted_wrong": 24}, {"risk": None}, {"risk": 1.0})
     broken, silent, certain = (dataclasses.replace(REPORT, **of) for of in changes)
     assert "More than promised, which was at most 1 %" in broken.answers()[AUTOMATED][1]
