@@ -368,7 +368,9 @@ class ClassificationReport(Report):
                     enough = math.ceil(math.log((1 - LEVEL) / 2) / math.log1p(-self.risk))
                     kept = f"Not enough images to tell: {enough} that are all right would show the promised {promised}"
                 sentences[-1] += f" {kept}."
-        sentences += [f"Most errors that are accepted: class {name}." for name in self._most(lambda of: of.accepted_wrong)]
+        sentences += [
+            f"Most errors that are accepted: class {name}." for name in self._most(lambda of: of.accepted_wrong)
+        ]
         return [*sentences, f"The others go to a person: {alarms} unusual, {self.images - accepted - alarms} unclear."]
 
     def _right(self) -> list[str]:
