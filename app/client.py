@@ -261,7 +261,7 @@ def _shown(url: object) -> str:
 def _has_proxy(url: httpx.URL) -> bool:
     """Return whether the environment names a proxy for a URL."""
     proxies = getproxies()
-    return bool(proxies.get(url.scheme) or proxies.get("all")) and not proxy_bypass(url.host)
+    return bool(proxies.get(url.scheme) or proxies.get("all")) and not proxy_bypass(url.netloc.decode())
 
 
 class _Requests:
@@ -307,7 +307,7 @@ class _Requests:
             reason, url = str(outcome) or type(outcome).__name__, _shown(outcome.request.url)
             remedy = "is the service running there?"
             if _has_proxy(outcome.request.url):
-                remedy = "a proxy of the environment was asked: check HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY"
+                remedy += " Or check the proxy of the environment: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY"
             raise ConnectionFailed(f"no answer from {url} ({reason}); {remedy}") from outcome
         return outcome
 

@@ -341,7 +341,7 @@ class Front:
         else:
             error = EngineLost("the engine that predicts is being replaced; try again in 5 s", retry_after=5)
             problem, headers = problem_of(error)
-            response = problem_response(problem, headers | trace, scope, None)
+            response = problem_response(problem, headers | trace, {**scope, "root_path": self._prefix}, None)
         await response(scope, receive, send)
 
     def _on_message(self, message: tuple[Any, ...]) -> None:

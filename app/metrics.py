@@ -110,7 +110,7 @@ class Metrics:
     psc_queue_depth = _gauge("Images admitted and not yet on the device.", mode="livesum")
     psc_queue_limit_images = _gauge("Maximum number of images admitted and not yet on the device.", mode="livesum")
     psc_inflight_requests = _gauge("Requests being answered.", "", mode="livesum")
-    psc_ready = _gauge("1 if every model is ready, else 0.", "", mode="livemin")
+    psc_ready = _gauge("1 if every model that was not unloaded is ready, else 0.", "", mode="livemin")
     psc_model_info = _gauge("1 for each served model.", "model version layer device")
     psc_alpha = _gauge("The policy's alpha: images with p ≤ alpha are out of distribution.")
     psc_risk = _gauge(

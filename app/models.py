@@ -402,9 +402,9 @@ class Registry:
     def reasons(self) -> dict[str, str]:
         """Return why a model that should be ready is not, by model name; empty if all are ready.
 
-        An unloaded model should not be, unless it is the default one.
+        An unloaded model should not be, unless all are.
         """
-        reasons = dict.fromkeys(self.unloaded.intersection(self.names[:1]), "unloaded")
+        reasons = dict.fromkeys(self.names, "unloaded") if self.unloaded == {*self.names} else {}
         reasons |= {name: "loading" for name in self.names if name not in {*self._served, *self.unloaded}}
         for name, served in self._served.items():
             if served.engine.phase is not Phase.READY:

@@ -72,6 +72,7 @@ def is_service_link(value: object) -> bool:
 
 
 _LISTED = "`psc-serve --help-all` lists them"
+_RENAMED = " (docs/renamed.md has those of before 1.0.0)"
 
 
 def check_environment(names: Collection[str]) -> None:
@@ -82,7 +83,9 @@ def check_environment(names: Collection[str]) -> None:
             continue
         if not (name.endswith("port") and is_service_link(value)):
             known = [f"{ENV_PREFIX}{each.upper()}" for each in names]
-            raise UsageError(f"unknown setting {variable} in the environment; {hint(variable, known, _LISTED)}")
+            raise UsageError(
+                f"unknown setting {variable} in the environment; {hint(variable, known, _LISTED)}{_RENAMED}"
+            )
 
 
 def read_config(flag: str | Path | None) -> dict[str, Any]:
@@ -379,6 +382,6 @@ def _number(text: str) -> float:
 def _sentence(item: Any) -> str:
     where = str(item["loc"][0]) if item["loc"] else ""
     if item["type"] == "extra_forbidden":
-        return f"unknown setting {where!r}; {hint(where, [*Settings.model_fields], _LISTED)}"
+        return f"unknown setting {where!r}; {hint(where, [*Settings.model_fields], _LISTED)}{_RENAMED}"
     shown = where and SecretStr not in get_args(Settings.model_fields[where].annotation)
     return fault(item, "setting") + (f", got {item['input']!r}" if shown else "")

@@ -404,7 +404,7 @@ async def healthz() -> HealthDocument:
 async def readyz(request: Request, response: Response) -> ReadyDocument:
     """Answer 200 if every model is loaded, checked on its device and warmed up; else 503 with the reasons.
 
-    Models that were unloaded do not count, except the default one.
+    Models that were unloaded do not count, unless all were.
     """
     reasons = service_of(request).reasons()
     if reasons:

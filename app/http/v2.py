@@ -162,6 +162,9 @@ def _reject(value: Any) -> None:
 
 
 _Unsupported = Annotated[None, BeforeValidator(_reject), Field(description="Not supported.")]
+_Off = Annotated[
+    None, BeforeValidator(lambda value: None if value is False else _reject(value)), Field(description="Not supported.")
+]
 
 
 class _TensorParameters(RequestModel):
@@ -225,8 +228,8 @@ class RequestParameters(RequestModel):
     ambiguity_threshold: _Unsupported = None
     max_width: _Unsupported = None
     top_k: _Unsupported = None
-    explain: _Unsupported = None
-    map: _Unsupported = None
+    explain: _Off = None
+    map: _Off = None
 
 
 class IndexRequest(RequestModel):
@@ -444,9 +447,11 @@ def _files(tensor: InputTensor, binary: memoryview, count: int) -> list[bytes]:
         if len(files) == count:
             raise _bad_size(tensor, count, count + 1, "elements behind 4-byte lengths")
         if len(binary) < _LENGTH + size:
+            should = f"should have {size} bytes behind its length, got {len(binary) - _LENGTH}"
             raise MalformedRequest(
-                f"input {tensor.name!r}: element {len(files)} should have {size} bytes behind its length, got "
-                f"{max(0, len(binary) - _LENGTH)}; send the length of each file before it, as 4 bytes, little-endian"
+                f"input {tensor.name!r}: element {len(files)} "
+                f"{should if len(binary) >= _LENGTH else 'ends within its length'}; send the length of each file "
+                "before it, as 4 bytes, little-endian"
             )
         files.append(bytes(binary[_LENGTH : _LENGTH + size]))
         binary = binary[_LENGTH + size :]
@@ -645,7 +650,7 @@ async def live() -> ServerLiveDocument:
 
 @get_and_head(router, "/health/ready", summary="Server readiness", responses={503: {"model": ServerReadyDocument}})
 async def ready(request: Request, response: Response) -> ServerReadyDocument:
-    """Answer 200 if every model is ready; else 503. Of unloaded models only the default one counts."""
+    """Answer 200 if every model is ready; else 503. Unloaded models count only if all are."""
     is_ready = not service_of(request).reasons()
     response.status_code = 200 if is_ready else 503
     return ServerReadyDocument(live=True, ready=is_ready)
