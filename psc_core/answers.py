@@ -103,6 +103,12 @@ def describe_accuracy(metrics: Mapping[str, Any]) -> str:
     return f" ({count} images, accuracy {value:.3g})" if known else ""
 
 
+def largest_class(metrics: Mapping[str, Any]) -> float:
+    """Return the share of the images that show the most frequent class; 0 if a manifest does not say so."""
+    share = metrics.get(LARGEST_CLASS)
+    return share if isinstance(share, int | float) else 0.0
+
+
 FLOAT32_ROUNDING: Final = 1e-4  # by how much rounded entropies and probabilities may leave their range
 RISKS: Final = (0.05, 0.1, 0.15, 0.2)  # error rates of clear images that a fit tries where none is asked for
 ACCEPTS_NOTHING: Final = -1.0  # the threshold below every entropy: that of a model of which no error rate can be shown
@@ -150,14 +156,14 @@ class ClassificationPolicy(BasePolicy):
             if self.risk > RISKS[0] and metrics.get("risk_asked") is None:
                 tried = ", ".join(f"{100 * risk:g}" for risk in RISKS)
                 found += f"; of {tried} %, which were tried, the lowest that could be shown{describe_accuracy(metrics)}"
-            if (share := metrics.get(LARGEST_CLASS, 0)) >= 1 - self.risk:
+            if (share := largest_class(metrics)) >= 1 - self.risk:
                 found += f"; one answer to all images would keep that, as {share:.1%} are of one class: look at each"
         return guessing(metrics, _CAUSES_OF_CLASSES) + found
 
     def surprises(self, metrics: Mapping[str, Any]) -> bool:
         """Return whether the model guesses, one answer would do, or errors are above the lowest rate tried or asked."""
         expected = metrics.get("risk_asked") or RISKS[0]
-        promises_little = self.risk is None or self.risk > expected or metrics.get(LARGEST_CLASS, 0) >= 1 - self.risk
+        promises_little = self.risk is None or self.risk > expected or largest_class(metrics) >= 1 - self.risk
         return super().surprises(metrics) or promises_little
 
     def asked(self, metrics: Mapping[str, Any]) -> dict[str, Any]:

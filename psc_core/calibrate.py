@@ -491,7 +491,7 @@ def learn(
         why_not = f"on reviewed images that were held back it gains {gain:.4f} of AUROC, ± {error:.4f} by chance"
     for name, of in made.items():
         loss, error = auroc_difference(*(score(each) for score in scores for each in (inside, of)))
-        if loss > LARGEST_LOSS + error:
+        if loss > LARGEST_LOSS + min(error, LARGEST_LOSS):  # Of few images nearly any loss is within chance.
             lost = f"{loss:.4f} of AUROC, ± {error:.4f} by chance, more than {LARGEST_LOSS:g}"
             why_not = why_not or f"on {len(of['w'])} synthetic OOD images ({name}) it loses {lost}"
     if not why_not:

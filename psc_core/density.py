@@ -707,7 +707,7 @@ HeldOut = tuple[Float[Tensor, "m P"], Int[Tensor, " m"]]  # w and labels of held
 
 
 def _unit(z: Float[Tensor, "n dim"]) -> Float[Tensor, "n dim"]:
-    """Return z / ‖z‖, however short; zero stays zero."""
+    """Return z / ‖z‖, in float64 however short; zero stays zero."""
     return functional.normalize(z, eps=torch.finfo(z.dtype).tiny)
 
 

@@ -76,7 +76,7 @@ def evaluate(args: argparse.Namespace) -> None:
         raise UsageError("expected --weights, --train and --val together, or none of them")
     if args.target is not None and not any(map(is_table, filter(None, (args.id, args.train, args.val)))):
         raise UsageError(
-            f"{args.id} is no table, so --target {args.target!r} has no effect; leave it out, or give a table"
+            f"no images come from a table, so --target {args.target!r} has no effect; leave it out, or give a table"
         )
     if args.out:
         check_replaced(args.out, WRITTEN, overwrite=args.overwrite)
@@ -103,7 +103,7 @@ def evaluate(args: argparse.Namespace) -> None:
     opened = (id_data, *ood.values(), *fitted_on.values())
     (id_data, *others), left_out = readable(opened, args.max_bad_images)
     ood, fitted_on = dict(zip(ood, others, strict=False)), dict(zip(fitted_on, others[len(ood) :], strict=True))
-    for line in left_out:
+    for line in left_out[:-1]:
         print(line)
     repeated, shared = map(repeated_warning, (id_data, *ood.values())), shared_with(id_data, ood)
     of_shared = (
@@ -111,7 +111,8 @@ def evaluate(args: argparse.Namespace) -> None:
         "them apart; give images that are out of distribution"
         for name, count in shared.items()
     )
-    warnings = tuple(filter(None, (seen_warning(model, id_data, fitted_on), of_weights, *repeated, *of_shared)))
+    told = (seen_warning(model, id_data, fitted_on), of_weights, *left_out[-1:], *repeated, *of_shared)
+    warnings = tuple(filter(None, told))
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     baselines = None

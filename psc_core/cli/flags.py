@@ -55,10 +55,12 @@ def run(main: Callable[[argparse.Namespace], Any], cli: argparse.ArgumentParser,
     sys.path.append(str(Path.cwd()))  # Where package.module:factory specs are looked up last.
     try:
         code = main(args)
-        sys.stdout.flush()
-    except BrokenPipeError:  # The reader, such as head, has enough; Python writes what is left when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"{cli.prog}: standard output was closed", file=sys.stderr)
+        if sys.stdout is not None:  # as where it was closed from the beginning
+            sys.stdout.flush()
+    except BrokenPipeError as error:  # The reader, such as head, has enough; Python writes what is left when it ends.
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"{cli.prog}: standard output, or a connection, was closed ({error})", file=sys.stderr)
         return ExitCode.FAILURE
     except (PSCError, OSError) as error:  # OSError: a full disk, a folder that may not be written to.
         remedy = ""

@@ -115,8 +115,8 @@ def review_clusters(args: argparse.Namespace) -> None:
     from psc_core.log.store import logged_model, open_log
     from psc_core.model import load_model
 
-    if args.out is not None or args.sample:
-        raise UsageError("--clusters goes without --out and --sample")
+    if args.out is not None or args.sample or (args.csv is None and args.images is not None):
+        raise UsageError("--clusters goes without --out and --sample, and with --images only beside --csv")
     log = open_log(args.log)
     prefix, of = path_prefix(log) if args.images is None else args.images, logged_model(log, args.model)
     model = load_model(args.clusters, device=args.device, allow_factories=args.allow_factories)

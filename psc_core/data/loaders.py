@@ -108,16 +108,22 @@ def warn_of_files(data: Any, name: str, preprocess: Preprocess) -> None:
 def warn_of_uncompared(data: Any, images: ImageDataset) -> None:
     """Warn of a loader's inputs that come from files, as far as is known, with which nobody can compare them."""
     dataset, source = dataset_of(data), images.source
-    whole = dataset.dataset if isinstance(dataset, Subset) else dataset
-    in_memory = isinstance(whole, TensorDataset | list | tuple | ImageDataset)
-    in_memory |= isinstance(getattr(whole, "data", None), Tensor | np.ndarray)
     is_input = isinstance(source, TensorSource) and source.images.dtype == np.float32 and images.preprocess.is_known
-    if is_input and not in_memory and not _paths_of(dataset):
+    if is_input and not _is_in_memory(dataset) and not _paths_of(dataset):
         warn(
             f"the inputs of {images.name} were not compared with files, which its data set does not name: before you "
             "serve, see for some images whether psc.predict(files) answers as psc(inputs) does",
             LoaderWarning,
         )
+
+
+def _is_in_memory(dataset: Any) -> bool:
+    if isinstance(dataset, Subset):
+        return _is_in_memory(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return all(map(_is_in_memory, dataset.datasets))
+    is_array = isinstance(getattr(dataset, "data", None), Tensor | np.ndarray)
+    return is_array or isinstance(dataset, TensorDataset | list | tuple | ImageDataset)
 
 
 def _paths_of(dataset: Any) -> list[str]:

@@ -366,7 +366,8 @@ class ClassificationReport(Report):
                     kept = f"As promised: {promised}"
                 else:  # A half of what the interval leaves out lies above it.
                     enough = math.ceil(math.log((1 - LEVEL) / 2) / math.log1p(-self.risk))
-                    kept = f"Not enough images to tell: {enough} that are all right would show the promised {promised}"
+                    wanted = f": {enough} that are all right would show" if accepted < enough else " whether it keeps"
+                    kept = f"Not enough images to tell{wanted} the promised {promised}"
                 sentences[-1] += f" {kept}."
         sentences += [
             f"Most errors that are accepted: class {name}." for name in self._most(lambda of: of.accepted_wrong)
@@ -396,7 +397,8 @@ class ClassificationReport(Report):
             return []
         doubled = self.doubled
         found = ", ".join(f"{percent(part)} of {name}" for name, part in doubled.flagged.items())
-        can_learn = self.has_checks and not self.shared  # What it would learn is its own classes.
+        apart = [part for name, part in self.flagged.items() if name not in self.shared]
+        can_learn = self.has_checks and min(apart, default=1) < ACCEPTED  # Of shared images it would learn its classes.
         teaches = " Ten such images teach it: psc-recalibrate --learn." if can_learn else ""
         return [
             f"With alpha {doubled.alpha:g} (psc-serve --alpha, ?alpha= of a request): {found}, and "

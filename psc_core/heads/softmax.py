@@ -448,8 +448,9 @@ def fit_temperature_head(logits: Float[Tensor, "m classes"], labels: Int[Tensor,
     usable = ~logits.softmax(1).isnan().any(1)
     temperature = choose_temperature(logits[usable], logits.new_zeros(int(usable.sum()), 1), labels[usable])
     spread = float((logits.amax(1) - logits.amin(1)).nanmedian())
-    is_flat = spread < TEMPERATURES[0] and better_than_guessing(logits.argmax(1), labels)
-    if is_flat or temperature > 0.99 * TEMPERATURES[1]:
+    is_flat, is_steep = spread < TEMPERATURES[0], temperature > 0.99 * TEMPERATURES[1]
+    # No constant would help a network that guesses.
+    if (is_flat or is_steep) and better_than_guessing(logits.argmax(1), labels):
         warn(
             f"the network's own logits are too {'small' if is_flat else 'large'} for a temperature of "
             f"{TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}, those of an image differ by {spread:.2g}: its probabilities "

@@ -23,8 +23,8 @@ def test_rejects_what_no_task_has(parameters: dict[str, str]) -> None:
         PredictQuery.model_validate_strings(parameters)
 
 
-@pytest.mark.parametrize(("share", "warns"), [(0.89, False), (0.91, True)])
-def test_a_promise_that_one_answer_would_keep_is_told(share: float, warns: bool) -> None:
+@pytest.mark.parametrize(("share", "warns"), [(0.89, False), (0.91, True), (None, False)])
+def test_a_promise_that_one_answer_would_keep_is_told(share: float | None, warns: bool) -> None:
     policy = ClassificationPolicy(alpha=0.05, ambiguity_threshold=0.5, coverage=0.95, risk=0.1)
     metrics = {"largest_class": share, "risk_asked": 0.1}
     assert policy.surprises(metrics) == warns

@@ -75,5 +75,7 @@ sys.exit(flags.run(lambda _: print("done"), flags.command("psc-score", "", ""), 
     ) as process:
         assert process.stdout and process.stderr
         process.stdout.close()
-        assert process.stderr.read() == "psc-score: standard output was closed\n"
+        assert process.stderr.read().startswith("psc-score: standard output, or a connection, was closed (")
         assert process.wait() == 1
+    none = subprocess.run([sys.executable, "-c", f"import sys\nsys.stdout = None\n{program}"], check=False)
+    assert none.returncode == 0

@@ -266,7 +266,8 @@ def test_inputs_that_nobody_compared_with_files_are_told() -> None:
 def test_inputs_without_files_are_not_compared() -> None:
     held = Own()
     held.data = INPUTS  # type: ignore[attr-defined]
-    for data in (PAIRS, Subset(PAIRS, range(9)), [*DataLoader(PAIRS)], held):
+    parts = Subset(Subset(PAIRS, range(20)), range(9)), ConcatDataset([PAIRS, Subset(PAIRS, range(9))])
+    for data in (PAIRS, *parts, [*DataLoader(PAIRS)], held):
         warn_of_uncompared(data, open_loader(data, mean=0.0, std=1.0))
     warn_of_uncompared(Own(), open_loader(Own()))
     pictures = [(Image.new("L", (4, 4), at), at % 2) for at in range(4)]

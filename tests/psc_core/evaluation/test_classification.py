@@ -373,16 +373,15 @@ def test_summary_names_wins_ties_and_losses() -> None:
     assert "800 of 1000 images are accepted (80 %)" in automated[0]
     low, high = metrics.binomial_interval(16, 800, level=0.99)
     assert f"2 % (16 of 800; {100 * low:.3g} % to {100 * high:.3g} %" in automated[1] and low < 0.01
-    assert automated[1].endswith(
-        "Not enough images to tell: 528 that are all right would show the promised at most 1 %."
-    )
+    assert automated[1].endswith("Not enough images to tell whether it keeps the promised at most 1 %.")
     assert automated[2] == "Most errors that are accepted: class two|three, 3 % (12 of 400)."
     assert "50 unusual, 150 unclear" in automated[3]
-    changes = ({"accepted_wrong": 24}, {"risk": None}, {"risk": 1.0})
-    broken, silent, certain = (dataclasses.replace(REPORT, **of) for of in changes)
+    changes = ({"accepted_wrong": 24}, {"risk": None}, {"risk": 1.0}, {"accepted": 500, "accepted_wrong": 0})
+    broken, silent, certain, few = (dataclasses.replace(REPORT, **of) for of in changes)
     assert "More than promised, which was at most 1 %" in broken.answers()[AUTOMATED][1]
     assert "promised" not in silent.answers()[AUTOMATED][1]
     assert certain.answers()[AUTOMATED][1].endswith("As promised: at most 100 %.")
+    assert "tell: 528 that are all right would show the promised at most 1 %." in few.answers()[AUTOMATED][1]
 
 
 @pytest.mark.parametrize(
@@ -415,8 +414,9 @@ def test_answers_say_what_was_not_measured() -> None:
 def test_only_a_model_with_checks_can_be_taught(has_checks: bool) -> None:
     lines = dataclasses.replace(REPORT, has_checks=has_checks).answers()[OTHERS]
     assert ("--learn" in lines[-1]) == has_checks and "alpha 0.1" in lines[-1]
-    lines = dataclasses.replace(REPORT, has_checks=has_checks, shared={"hard": 30}).answers()[OTHERS]
-    assert "--learn" not in lines[-1], "what would be taught is the classes"
+    for shared in ({"hard": 30}, dict.fromkeys(REPORT.flagged, 30)):
+        lines = dataclasses.replace(REPORT, has_checks=has_checks, shared=shared).answers()[OTHERS]
+        assert ("--learn" in lines[-1]) == (has_checks and len(shared) == 1), "what would be taught is the classes"
 
 
 def test_unknown_standard_error_is_a_tie() -> None:

@@ -31,7 +31,8 @@ def test_logits_beyond_all_temperatures_are_told(factor: float, said: str) -> No
     logits = torch.randn(300, 3, generator=random) + 2 * torch.eye(3)[labels]
     with pytest.warns(UserWarning, match=f"own logits are too {said} for a temperature of 0.01 to 100"):
         fit_temperature_head(factor * logits, labels)
-    for usual in (logits, 1e-3 * torch.randn(300, 3, generator=random)):
+    guesses = 30 * torch.randn(300, 3, generator=random)  # of which no temperature is large enough
+    for usual in (logits, 1e-3 * guesses, guesses):
         fit_temperature_head(usual, labels)
 
 
