@@ -123,7 +123,7 @@ def test_inputs_enter_behind_the_standardisation(psc: PSC, digits: torch.Tensor)
 @pytest.mark.parametrize(
     ("scale", "said"),
     [
-        (1 / 255, "from 0 to 1 are pixels divided by 255, whose"),
+        (1 / 255, "from 0 to 1 are pixels divided by 255 and not standardised"),
         (1.0, "from 0 to 255 would be pixels from 0.131 to 78"),
     ],
 )
