@@ -677,11 +677,13 @@ def test_only_a_loss_that_chance_does_not_explain_rules_the_check_out(
     shipped: FittedModel, reviewed_log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unknown, sample = read_unknown(reviewed_log, shipped), read_sample(reviewed_log, shipped)
-    monkeypatch.setattr(recalibrate, "auroc_difference", lambda *_: Difference(0.05, 0.031))
+    monkeypatch.setattr(recalibrate, "auroc_difference", lambda *_: Difference(0.035, 0.016))
     assert recalibrate_from_sample(shipped, sample, {}, None, unknown).warnings == ()
-    monkeypatch.setattr(recalibrate, "auroc_difference", lambda *_: Difference(0.05, 0.029))
-    (said,) = recalibrate_from_sample(shipped, sample, {}, None, unknown).warnings
-    assert re.search(r"not taken: on 40 synthetic OOD images \(turned\) it loses 0\.0500 .* without --learn all", said)
+    for loss, error in ((0.035, 0.014), (0.041, 0.1)):  # Chance explains at most another 0.02.
+        monkeypatch.setattr(recalibrate, "auroc_difference", lambda *_, of=(loss, error): Difference(*of))
+        (said,) = recalibrate_from_sample(shipped, sample, {}, None, unknown).warnings
+        lost = rf"not taken: on 40 synthetic OOD images \(turned\) it loses {loss:.4f} .* without --learn all"
+        assert re.search(lost, said)
 
 
 def test_images_of_the_classes_teach_nothing(model: FittedModel, wide: Sample, more: ImageDataset) -> None:
