@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import compress, islice
+from dataclasses import dataclass, field
+from itertools import chain, compress, islice
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
@@ -223,24 +223,26 @@ def _now(folder: Path) -> int:
         return os.fstat(file.fileno()).st_mtime_ns
 
 
-def check_same(file: Path, line: str, noun: str, *, is_new: bool = False) -> None:
-    """Write what outputs are of beside them, as a whole file since several processes may, or compare it."""
+def check_same(file: Path, line: str, noun: str, outputs: str = "*") -> None:
+    """Write what outputs are of beside them, as a whole file since several processes may; if any are there, compare."""
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise UsageError(f"{file} is a link or no regular file; remove it, or give another folder")
-    if is_new or not file.exists():
+    if not file.exists() or (file.read_text(encoding="utf-8").strip() != line and not any(file.parent.glob(outputs))):
         with _whole(file) as partial:
             partial.write_text(line + "\n", encoding="utf-8")
     if (found := file.read_text(encoding="utf-8").strip()) != line:
         raise UsageError(f"{file.parent} has outputs of {noun}, {found} and not {line}; give another folder")
 
 
-def write(columns: Columns, types: Mapping[str, Any], file: Path) -> None:
+def write(columns: Columns, types: Mapping[str, Any], file: Path, began: int) -> None:
     with _whole(file) as partial:
         if file.suffix == ".parquet":
             pyarrow_parquet().write_table(_arrow(columns, types), partial)
         else:
             rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
             partial.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        with suppress(OSError):  # Images that change in the meantime are newer, where the file system allows it.
+            os.utime(partial, ns=(began, began))
 
 
 def errors_in(file: Path) -> list[tuple[str, str | None]]:
@@ -289,6 +291,7 @@ def _arrow_type(annotation: Any) -> Any:
 
 BATCHES_AHEAD = 2  # the number of batches that are decoded ahead while the network computes one
 NOT_FINITE = "the network's outputs are not finite"  # the error of an image
+Parts = Iterable[list[NamedImage]]
 Decoded = npt.NDArray[np.uint8] | str  # decoded pixels, or the reason why there are none
 
 
@@ -299,75 +302,93 @@ class PartCount:
     written: bool  # False if the file existed already
 
 
-class PartWriter:
+@dataclass
+class PartFolder:
+    """A folder of parts, and one of their maps: what needs no model."""
+
+    out: Path
+    file_format: str
+    maps: Path | None = None
+    found: dict[int, PartCount] = field(default_factory=dict)  # parts that need not be computed
+
+    def check(self, version: str, has_map: bool, parts: Parts = (), *, rank: int = 0, world: int = 1) -> None:
+        """Refuse outputs of another bundle, format or input, which may have grown; find the parts of a process."""
+        if self.maps is not None and not has_map:
+            raise UsageError(f"{NO_MAP}, or leave out --maps")
+        first = [*islice(parts := iter(parts), 1)]  # Before a folder is made: the input may be mistyped.
+        for folder in filter(None, (self.out, self.maps)):
+            folder.mkdir(parents=True, exist_ok=True)
+        form, suffixes = self.file_format, [file.suffix for file in self.out.glob("part-*")]
+        if {*suffixes} & {f".{each}" for each in TABLE_FORMATS if each != form}:
+            raise UsageError(f"{self.out} has parts in another format than {form}; give that, or another folder")
+        check_same(self.out / VERSION_FILE, version, "another bundle")
+        left = suffixes.count(f".{form}")
+        for number, images in enumerate(chain(first, parts) if left else ()):
+            left -= self._file(number).exists()
+            if number % world == rank and (count := self._count(number, images)):
+                self.found[number] = count
+            if left == 0:
+                break
+        self._check_owner(first[0] if first and suffixes else (), begins=True)
+
+    def _count(self, number: int, images: Sequence[NamedImage]) -> PartCount | None:
+        """Return the count of a part that is there as a whole, with its maps, and of which no image has changed."""
+        file, after = self._file(number), self._file(number + 1)
+        there = errors_in(file) if file.exists() else []
+        names, rest = [each.name for each in images[: len(there)]], [each.name for each in images[len(there) :]]
+        follow = [name for name, _ in errors_in(after)] if there and rest and after.exists() else []
+        has_fewer = 0 < len(follow) <= len(there) and follow[: len(rest)] == rest[: len(follow)]  # per part
+        if has_fewer or names != [name for name, _ in there]:
+            raise UsageError(f"{file} has other images than the input now; give another --out, or remove it")
+        good = [row for row, (_, error) in enumerate(there) if error is None]
+        has_maps = self.maps is None or all(_map_file(self.maps, number, row).exists() for row in good)
+        is_done = len(there) == len(images) and has_maps and not _any_changed(images, there, file)
+        return PartCount(len(images), len(images) - len(good), written=False) if is_done else None
+
+    def _check_owner(self, images: Sequence[NamedImage], *, begins: bool = False) -> None:
+        """Compare whose parts and maps are there; one that begins where there are none may correct its flags."""
+        if images and images[0].source:
+            check_same(self.out / INPUT_FILE, images[0].source, "other images", "part-*" if begins else "*")
+        if self.maps is not None:
+            rows = printable(os.path.relpath(self.out.resolve(), self.maps.resolve()))
+            check_same(self.maps / OUT_FILE, rows, "other rows", "*-*.png" if begins else "*")
+
+    def _file(self, number: int) -> Path:
+        return self.out / f"part-{number:05d}.{self.file_format}"
+
+
+class PartWriter(PartFolder):
     """Computes the outputs of parts and writes them; row 17 of part 3 has the map ``00003-0017.png``, both from 0."""
 
     def __init__(
         self, model: FittedModel, out: str | Path, file_format: str, threads: int = 0, maps: Path | None = None
     ) -> None:
-        if maps is not None and model.pipeline.map is None:
-            raise UsageError(f"{NO_MAP}, or leave out --maps")
-        self.model, self.out, self.file_format, self.maps = model, Path(out), file_format, maps
-        for folder in filter(None, (self.out, self.maps)):
-            folder.mkdir(parents=True, exist_ok=True)
-        there = {file.suffix for file in self.out.glob("part-*")} & {f".{each}" for each in TABLE_FORMATS}
-        if there - {f".{file_format}"}:
-            raise UsageError(f"{out} has parts in another format than {file_format}; give that, or another folder")
-        check_same(self.out / VERSION_FILE, model.version, "another bundle")
-        if self.maps is not None:
-            rows = printable(os.path.relpath(self.out.resolve(), self.maps.resolve()))
-            check_same(self.maps / OUT_FILE, rows, "other rows")
-        self._is_new, self._began = not there, _now(self.out)  # Of a new one a mistyped input may be corrected.
-        self.threads = threads or os.cpu_count() or 1
+        super().__init__(Path(out), file_format, maps)
+        self.check(model.version, model.pipeline.map is not None)
+        self.model, self.threads = model, threads or os.cpu_count() or 1
+        self._began = {folder: _now(folder) for folder in (self.out, maps) if folder is not None}
 
     def __call__(self, number: int, images: Sequence[NamedImage]) -> PartCount:
         """Write the file of a part and its maps, unless they exist already and no image has changed."""
-        self._check_input(images, is_new=self._is_new)
-        self._is_new = False
-        file = self._file(number)
-        there = self._there(number, images)
-        if len(there) == len(images) and not _any_changed(images, there, file):
-            good = [row for row, (_, error) in enumerate(there) if error is None]
-            if self.maps is None or all(_time(_map_file(self.maps, number, row)) >= _time(file) for row in good):
-                return PartCount(len(images), len(images) - len(good), written=False)
+        count = self.found.get(number) or self._count(number, images)
+        self._check_owner(images, begins=True)
+        if count is not None:
+            return count
         began = _now(self.out)
         columns = self.columns(images, number)
-        self._check_input(images)  # Another process may have begun in the same folder.
-        write(columns, self.model.task.columns(), file)
-        os.utime(file, ns=(began, began))  # Images that changed in the meantime are newer.
+        self._check_owner(images)  # Another process may have begun in the same folder.
+        write(columns, self.model.task.columns(), self._file(number), began)
         for row, error in enumerate(columns["error"]):
             if self.maps is not None and error is not None:
                 _map_file(self.maps, number, row).unlink(missing_ok=True)
         return PartCount(len(images), sum(error is not None for error in columns["error"]), written=True)
 
-    def check_names(self, parts: Iterable[list[NamedImage]]) -> None:
-        """Check, before a part is written, that an input has the images of those that are there; it may have grown."""
-        left = sum(1 for _ in self.out.glob(f"part-*.{self.file_format}"))
-        for number, images in enumerate(parts if left else ()):
-            left -= bool(self._there(number, images))
-            if left == 0:
-                return
-
-    def _there(self, number: int, images: Sequence[NamedImage]) -> list[tuple[str, str | None]]:
-        """Return the names and errors in the file of a part, which are those of its first images; none without it."""
-        file, after = self._file(number), self._file(number + 1)
-        there = errors_in(file) if file.exists() else []
-        names = [each.name for each in images]
-        more = {*names[len(there) :]} if there else None
-        is_other = names[: len(there)] != [name for name, _ in there]
-        if is_other or (more and after.exists() and more & {name for name, _ in errors_in(after)}):
-            raise UsageError(f"{file} has other images than the input now; give another --out, or remove it")
-        return there
-
-    def _check_input(self, images: Sequence[NamedImage], *, is_new: bool = False) -> None:
-        if images and images[0].source:
-            check_same(self.out / INPUT_FILE, images[0].source, "other images", is_new=is_new)
-
     def check_no_more(self, parts: int) -> None:
         """Check that there are no more parts, as of an input that shrank; remove what killed runs left."""
-        for left in self.out.glob("*part-*.partial"):
-            if _time(left) < self._began:
-                left.unlink(missing_ok=True)
+        for folder, began in self._began.items():
+            for left in folder.glob("*-*.partial"):
+                if _time(left) < began:
+                    left.unlink(missing_ok=True)
         first = self._file(parts).name
         there = (file.name for file in self.out.glob(f"part-*.{self.file_format}"))
         more = [name for name in there if (len(name), name) >= (len(first), first)]
@@ -375,9 +396,6 @@ class PartWriter:
             raise UsageError(
                 f"{self.out} has {min(more)}, beyond the {parts} parts of this input; give another --out, or remove it"
             )
-
-    def _file(self, number: int) -> Path:
-        return self.out / f"part-{number:05d}.{self.file_format}"
 
     def columns(self, images: Sequence[NamedImage], number: int = 0) -> Columns:
         errors: list[str | None] = []
@@ -424,8 +442,7 @@ def _any_changed(images: Sequence[NamedImage], there: Sequence[tuple[str, str | 
     for each, (_, error) in zip(images, there, strict=True):
         with suppress(OSError, ValueError, ImageError):  # Missing, or no path: that is this image's error.
             if isinstance(each.image, str):
-                status = Path(each.image).stat()
-                is_newer = max(status.st_mtime_ns, status.st_ctime_ns) >= began
+                is_newer = Path(each.image).stat().st_mtime_ns >= began
                 if is_newer or ((error or "").startswith(CANNOT_READ) and sample_file(each.image)):
                     return True
     return False
@@ -439,9 +456,7 @@ def _time(file: Path) -> int:
     return file.stat().st_mtime_ns if file.exists() else -1
 
 
-def write_parts(
-    writer: PartWriter, parts: Iterable[list[NamedImage]], *, rank: int = 0, world: int = 1
-) -> Iterator[PartCount]:
+def write_parts(writer: PartWriter, parts: Parts, *, rank: int = 0, world: int = 1) -> Iterator[PartCount]:
     """Write the parts of process ``rank`` of ``world``, number ≡ rank modulo world, and yield a count for each."""
     count = 0
     for number, images in enumerate(parts):
@@ -456,11 +471,8 @@ SHARDS_PER_ACTOR = 4  # several, so that a fast actor can take work from a slow 
 
 
 class ShardWriter:
-    def __init__(
-        self, make_writer: Callable[[], PartWriter], make_parts: Callable[[], Iterator[list[NamedImage]]], shards: int
-    ) -> None:
+    def __init__(self, make_writer: Callable[[], PartWriter], make_parts: Callable[[], Parts], shards: int) -> None:
         self._writer, self._make_parts, self._shards = make_writer(), make_parts, shards
-        self._writer.check_names(make_parts())
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         counts = list(write_parts(self._writer, self._make_parts(), rank=int(row["id"]), world=self._shards))
@@ -468,7 +480,7 @@ class ShardWriter:
 
 
 def write_on_ray(
-    make_writer: Callable[[], PartWriter], make_parts: Callable[[], Iterator[list[NamedImage]]], actors: int
+    make_writer: Callable[[], PartWriter], make_parts: Callable[[], Parts], actors: int
 ) -> Iterator[PartCount]:
     """Write all parts and yield a count for each, like :func:`write_parts`."""
     ray_data = needs("--ray", "ray", "ray.data")

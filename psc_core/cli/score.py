@@ -51,9 +51,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def score(args: argparse.Namespace) -> ExitCode:
+    from psc_core.bundle import read_bundle
     from psc_core.compute import LOG_SECONDS, launched_process
     from psc_core.model import load_model
-    from psc_core.scoring import NamedImage, PartWriter, in_parts, named_images, write_on_ray, write_parts
+    from psc_core.scoring import NamedImage, PartFolder, PartWriter, in_parts, named_images, write_on_ray, write_parts
 
     rank, world, gpu = launched_process()
     if args.ray and world > 1:
@@ -69,17 +70,19 @@ def score(args: argparse.Namespace) -> ExitCode:
     def make_parts() -> Iterator[list[NamedImage]]:
         return in_parts(named_images(source, args.column), args.part_images)
 
+    manifest, folder = read_bundle(bundle).manifest, PartFolder(out, args.format, maps)
+    folder.check(manifest.version, manifest.map is not None, make_parts(), rank=rank, world=world)
+
     def make_writer() -> PartWriter:
         model = load_model(bundle, device=device, allow_factories=args.allow_factories)
-        return PartWriter(model, out, args.format, args.threads or 0, maps)
+        writer = PartWriter(model, out, args.format, args.threads or 0, maps)
+        writer.found = folder.found
+        return writer
 
-    parts = make_parts()  # Before the writer makes its folder: the input may be mistyped.
     if args.ray:
         counts = write_on_ray(make_writer, make_parts, args.ray)
     else:
-        writer = make_writer()
-        writer.check_names(make_parts())
-        counts = write_parts(writer, parts, rank=rank, world=world)
+        counts = write_parts(make_writer(), make_parts(), rank=rank, world=world)
     images = errors = there = 0
     seconds = 0.1 if sys.stderr.isatty() else LOG_SECONDS
     with tqdm(unit=" images", desc="scored", disable=rank > 0, mininterval=seconds) as progress:

@@ -144,7 +144,7 @@ def open_table(
     path: Path, preprocess: Preprocess, column: str | None, *, labelled_images: bool, numbers: bool | None, unit: str
 ) -> ImageDataset:
     """Open the images that a table lists, with what a column says of them; see :func:`open_dataset`."""
-    columns, delimiter = _read_table(path)
+    columns, delimiter = _read_table(path, "file,label" if labelled_images else "file")
     file_column = next((name for name in columns if name.casefold() == FILE_COLUMN), next(iter(columns)))
     source = _files_of(path, file_column, columns.pop(file_column))
     if not labelled_images:
@@ -337,7 +337,7 @@ def _index(entry: Any, number: float | None) -> str | None:
     return str(int(entry)) if math.isfinite(entry) and entry == int(entry) else None
 
 
-def _read_table(path: Path) -> tuple[dict[str, list[Any]], str]:
+def _read_table(path: Path, header: str) -> tuple[dict[str, list[Any]], str]:
     """Read the columns of a table by name; return them and what separates them, empty for a Parquet table."""
     if path.suffix.lower() == ".parquet":
         return _read_parquet(path), ""
@@ -346,7 +346,7 @@ def _read_table(path: Path) -> tuple[dict[str, list[Any]], str]:
             rows = [row for _, row in opened.lines]
     except OSError as error:
         raise DataError(f"cannot read the table {path}: {error}") from error
-    return _columns_of(path, rows), opened.delimiter
+    return _columns_of(path, rows, header), opened.delimiter
 
 
 def _read_parquet(path: Path) -> dict[str, list[Any]]:
@@ -364,10 +364,10 @@ def _read_parquet(path: Path) -> dict[str, list[Any]]:
     return {name: column.to_pylist() for name, column in zip(names, table.columns, strict=True)}
 
 
-def _columns_of(path: Path, rows: Sequence[Sequence[str]]) -> dict[str, list[Any]]:
+def _columns_of(path: Path, rows: Sequence[Sequence[str]], expected: str) -> dict[str, list[Any]]:
     """Return the columns of a table of text by the names in its first row, without those that are empty altogether."""
     if not rows:
-        raise DataError(f"{path} is empty; give a table with a header, as file,label")
+        raise DataError(f"{path} is empty; give a table with a header, as {expected}")
     header, *others = rows
     for number, row in enumerate(others, 1):
         if len(row) != len(header):
@@ -379,7 +379,7 @@ def _columns_of(path: Path, rows: Sequence[Sequence[str]]) -> dict[str, list[Any
     names = [compose(header[at]) for at in kept]
     check_columns(path, names)
     if image := next((name for name in names if name.lower().endswith(SUFFIXES)), None):
-        raise DataError(f"{path} has no header, its first row holds the file {image}; add the line file,label above it")
+        raise DataError(f"{path} has no header, its first row holds the file {image}; add the line {expected} above it")
     return {name: [row[at] for row in others] for name, at in zip(names, kept, strict=True)}
 
 

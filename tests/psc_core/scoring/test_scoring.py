@@ -171,12 +171,28 @@ def test_maps_belong_to_the_rows(
     assert [writer(0, images).written, writer(0, images).written] == [True, False]
     with pytest.raises(UsageError, match="other rows"):
         PartWriter(model, tmp_path / "second", "jsonl", maps=maps)
+    os.utime(only, (0, 0))  # The clock of another file system.
+    assert not writer(0, images).written
     time.sleep(0.05)
     shutil.copy(folder / "1" / "003.png", image)
-    assert PartWriter(model, out, "jsonl")(0, images).written
-    assert writer(0, images).written, "the map was of the image before"
+    assert writer(0, images).written and only.stat().st_mtime > 0
+    (maps / "_00007-0000.png.killed.partial").touch()
+    (out / "__input.kil-led.partial").touch()
+    time.sleep(0.05)
+    PartWriter(model, out, "jsonl", maps=maps).check_no_more(1)
+    assert not [*tmp_path.rglob("*.partial")]
     image.write_bytes(b"damaged")
     assert writer(0, images).errors == 1 and not only.exists()
+
+
+def test_maps_are_of_no_rows_before_the_first_is_written(tiny_bundle: Path, folder: Path, tmp_path: Path) -> None:
+    model = load_model(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    maps, images = tmp_path / "maps", [NamedImage("1.png", str(folder / "1" / "001.png"))]
+    mistyped, writer = (PartWriter(model, tmp_path / name, "jsonl", maps=maps) for name in ("mistyped", "out"))
+    assert writer(0, images).written
+    with pytest.raises(UsageError, match="other rows"):
+        mistyped(0, images)
+    assert not [*(tmp_path / "mistyped").glob("part-*")]
 
 
 def test_a_bundle_without_a_map_writes_none(folder: Path, tmp_path: Path) -> None:
@@ -332,10 +348,45 @@ def test_runs_that_begin_together_do_not_mix(folder: Path, tmp_path: Path) -> No
     assert [row["item"] for row in rows_of(tmp_path)] == [each.name for each in parts[1]]
     assert sorted(bytes_of(tmp_path)) == [VERSION_FILE, INPUT_FILE, "part-00000.jsonl"]
     assert not same(0, parts[1]).written
+    with pytest.raises(UsageError, match="other images"):
+        PartWriter(model, tmp_path, "jsonl")(0, parts[0])
     (tmp_path / "_part-00001.jsonl.killed.partial").touch()
     time.sleep(0.05)
     list(write_parts(PartWriter(model, tmp_path, "jsonl"), parts[1:]))
     assert not [*tmp_path.glob("*.partial")]
+
+
+def test_a_run_that_comes_later_does_not_name_the_folder(folder: Path, tmp_path: Path) -> None:
+    model = load_model(SHIPPED_BUNDLE, device="cpu")
+    parts = [next(in_parts(named_images(folder / name), 2)) for name in ("0", "1")]
+    first, second = (PartWriter(model, tmp_path, "jsonl") for _ in range(2))
+    assert first(0, parts[0]).written
+    before = bytes_of(tmp_path)
+    for number in range(2):
+        with pytest.raises(UsageError, match="other images"):
+            second(number, parts[1])
+    assert bytes_of(tmp_path) == before and not first(0, parts[0]).written
+
+
+def test_a_list_that_has_grown_may_name_an_image_twice(folder: Path, tmp_path: Path) -> None:
+    model, source = load_model(SHIPPED_BUNDLE, device="cpu"), tmp_path / "list.txt"
+    names = [str(folder / "1" / f"{index:03d}.png") for index in (1, 3, 5, 7, 7, 9)]
+    for count, order in ((3, (0, 1)), (6, (2, 1, 0))):  # Another process comes first.
+        source.write_text("\n".join(names[:count]))
+        parts = [*in_parts(named_images(source), 2)]
+        for number in order:
+            PartWriter(model, tmp_path / "out", "jsonl")(number, parts[number])
+    assert [row["item"] for row in rows_of(tmp_path / "out")] == names
+
+
+def test_a_process_reads_each_of_its_parts_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(folder, tmp_path / "out")
+    read: list[str] = []
+    monkeypatch.setattr("psc_core.scoring.errors_in", lambda file: read.append(file.name) or errors_in(file))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    run(folder, tmp_path / "out")
+    assert read == [f"part-{number:05d}.jsonl" for number in range(1, -(-(COUNT + 1) // PART), 2)]
 
 
 @pytest.mark.thorough
@@ -385,6 +436,25 @@ def test_refuses_outputs_of_other_images_or_of_another_bundle(
     assert "another bundle" in refused(fewer, out)
 
 
+def test_refuses_before_a_model_is_loaded_or_ray_starts(
+    folder: Path, scored: Path, tmp_path: Path, refused: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet.write_table(pa.table({"image": [b""]}), tmp_path / "images.parquet")
+    out = shutil.copytree(scored, tmp_path / "out")
+    monkeypatch.setattr("psc_core.model.load_model", None)
+    monkeypatch.setattr("psc_core.scoring.write_on_ray", None)
+    for flags in ((), ("--ray", "2")):
+        assert "other images" in refused(folder / "1", out, *flags)
+        assert "another format" in refused(folder, out, "--format", "parquet", *flags)
+        new, maps = tmp_path / "new", tmp_path / "maps"
+        assert "no column 'x'" in refused(
+            tmp_path / "images.parquet", new, "--column", "x", "--maps", str(maps), *flags
+        )
+        assert not new.exists() and not maps.exists()
+    (out / VERSION_FILE).write_text("0123456789ab\n")
+    assert "another bundle" in refused(folder, out, "--ray", "2")
+
+
 def test_an_image_that_was_written_again_is_scored_again(folder: Path, tmp_path: Path) -> None:
     copy, out = shutil.copytree(folder, tmp_path / "copy"), tmp_path / "out"
     run(copy, out)
@@ -424,28 +494,43 @@ def test_other_names_are_refused_before_a_part_is_written_and_more_images_at_the
     assert bytes_of(out) == before
 
 
-def test_an_image_that_changed_in_the_meantime_or_has_an_older_time_is_scored_again(
-    folder: Path, tmp_path: Path
+def test_an_image_that_changed_in_the_meantime_is_scored_again_and_one_with_another_mode_is_not(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image, others = tmp_path / "image.png", sorted((folder / "1").iterdir())
     shutil.copy(others[0], image)
     writer = PartWriter(load_model(SHIPPED_BUNDLE, device="cpu"), tmp_path / "out", "jsonl")
-    images, columns = [NamedImage("image.png", str(image))], writer.columns
+    images, columns, replace_file = [NamedImage("image.png", str(image))], writer.columns, Path.replace
 
     def changed(*given: Any) -> Any:
         computed = columns(*given)
         shutil.copy(others[1], image)
         return computed
 
+    def renamed(partial: Path, file: Path) -> Path:
+        assert file.name != "part-00000.jsonl" or partial.stat().st_mtime_ns <= image.stat().st_mtime_ns
+        return replace_file(partial, file)
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise PermissionError
+
     time.sleep(0.05)
     writer.columns = changed  # type: ignore[method-assign]
-    assert writer(0, images).written
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", renamed)
+        assert writer(0, images).written
     writer.columns = columns  # type: ignore[method-assign]
-    for _ in range(2):
-        time.sleep(0.05)
-        assert writer(0, images).written and not writer(0, images).written
-        shutil.copy2(others[2], tmp_path / "older.png")
-        (tmp_path / "older.png").replace(image)
+    time.sleep(0.05)
+    assert writer(0, images).written and not writer(0, images).written
+    time.sleep(0.05)
+    image.chmod(0o600)
+    shutil.copy2(image, tmp_path / "restored.png")
+    (tmp_path / "restored.png").replace(image)
+    assert not writer(0, images).written
+    image.touch()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "utime", forbidden)
+        assert writer(0, images).written
 
 
 def test_an_image_that_could_not_be_opened_is_tried_again_and_a_damaged_one_is_not(
@@ -584,6 +669,8 @@ def test_what_is_no_list_is_refused(folder: Path, tmp_path: Path, refused: Refus
     Image.new("L", (9, 9)).save(tmp_path / "grey.jpg")
     for file in ("zeros.txt", "packed.tar.gz", "grey.jpg"):
         assert "one path a line" in refused(tmp_path / file, tmp_path / "out")
+    (tmp_path / "bare.csv").write_text("a.png\nb.png\n")
+    assert "add the line file above it" in refused(tmp_path / "bare.csv", tmp_path / "out")
     (tmp_path / "none.csv").write_text("file,label\nmissing.png,1\n")
     assert "none of the files" in refused(tmp_path / "none.csv", tmp_path / "out")
     os.mkfifo(tmp_path / "pipe")
@@ -682,6 +769,6 @@ def test_types_of_columns(bundle: str, tmp_path: Path, request: pytest.FixtureRe
     model = load_model(request.getfixturevalue(bundle), device="cpu", allow_factories=["tests.tiny:network"])
     images = next(open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=model.preprocess).batches(3)).images
     columns = merge(list("abcd"), [None, None, "damaged", None], columns_of(model.predict(images), model.task))
-    write(columns, model.task.columns(), tmp_path / "part.parquet")
+    write(columns, model.task.columns(), tmp_path / "part.parquet", 0)
     written = parquet.read_schema(tmp_path / "part.parquet")
     assert {field.name: str(field.type) for field in written} == OF_ALL | OF_TASK[bundle]
