@@ -244,6 +244,9 @@ class ReviewQueue:
     def to_name(self, limit: int, seconds: float, model: str | None) -> list[Unreviewed]:
         """Return the images that only a cluster has named, cluster by cluster, the largest first, as :meth:`newest`."""
         self._read_labels(ends := time.monotonic() + seconds)
+        self.back_to = None
+        if not self._clustered and time.monotonic() <= ends:  # Later, some labels may not have been read.
+            return []
         clusters = defaultdict[tuple[str, str | None], dict[str, Unreviewed]](dict)
         for each in self._stored(ends, [], model):
             _, kind, name = self._label(each) or (None, None, None)

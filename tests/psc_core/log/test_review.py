@@ -223,7 +223,13 @@ def test_what_only_a_cluster_has_named_comes_by_cluster(tmp_path: Path) -> None:
         assert all("probabilities" in each.row for each in found)
         return [(each.model, each.row["request_id"], each.name) for each in found]
 
-    assert got() == []
+    rows = {name: log.get(name) for name, _ in log.names("model=m/day=2026-03-01")}
+    for each in rows:
+        log.put(each, b"PAR1 torn")
+    assert got() == [] and queue.back_to is None  # No file of rows is opened.
+    assert ReviewQueue(log).to_name(9, -1.0, None) == []
+    for each, content in rows.items():
+        log.put(each, content)
     name("cluster 1", 1, 2)
     name("cluster 2", 3, 4, 8, 9)
     name("cluster 1", 1, model="other")
