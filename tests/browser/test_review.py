@@ -255,6 +255,10 @@ def test_a_name_is_given_to_all_images_of_a_cluster(driver: Driver, url: str, lo
         assert small.get_attribute("aria-pressed") == state and text(driver, "#case-guess") == f"{words} look alike"
     find(driver, "#stage")[0].click()
     press(driver, "/")
+    press(driver, "cluster 7" + ENTER)
+    shows(driver, "Nothing is saved: “cluster 7” counts as no name. Type another.")
+    find(driver, "#label")[0].clear()
+    find(driver, "#label")[0].click()
     press(driver, "hedgehog" + ENTER)
     until(lambda: says(driver, "#review-status", "No class is “hedgehog”"))
     press(driver, ENTER)
@@ -264,7 +268,8 @@ def test_a_name_is_given_to_all_images_of_a_cluster(driver: Driver, url: str, lo
     )  # It was taken out.
     press(driver, "u")
     shows(driver, "4 of 7 done, last: cannot tell")
-    assert text(driver, "#case-badge") == "cluster 1" and text(driver, "#case-guess") == "2 images look alike"
+    assert text(driver, "#case-badge") == "cluster 1"
+    until(lambda: text(driver, "#case-guess") == "2 images look alike")
     press(driver, "/")
     press(driver, "Dark" + ENTER)  # A class of the model.
     shows(driver, "6 of 7 done, last: dark")
@@ -284,25 +289,84 @@ def test_a_name_is_given_to_all_images_of_a_cluster(driver: Driver, url: str, lo
     assert errors(driver) == []
 
 
-def test_a_name_is_given_only_to_images_that_are_shown(driver: Driver, url: str, log: Log) -> None:
+def test_a_name_is_given_to_so_many_images_at_a_time(driver: Driver, url: str, log: Log) -> None:
     digests = cluster(log, url, {"cluster 1": range(70, 90)})
     open_clusters(driver, url, 20)
     assert text(driver, "#case-guess") == "13 images look alike" and len(find(driver, "#alike button")) == 12
     press(driver, "u")
     shows(driver, "13 of 20 done, last: cannot tell")
-    assert text(driver, "#case-guess") == "7 images look alike"
+    until(lambda: text(driver, "#case-guess") == "7 images look alike")
     until(lambda: [*named(log, digests).values()].count(("cannot_tell", None)) == 13)
 
 
 def test_an_odd_image_in_front_of_its_cluster_is_skipped(driver: Driver, url: str, log: Log) -> None:
-    digests = cluster(log, url, {"cluster 1": range(70, 73)})
-    open_clusters(driver, url, 3)
-    for words in ("by itself", "2 images look alike"):
-        press(driver, "s")
-        until(lambda words=words: text(driver, "#case-guess") == words)
+    digests = cluster(log, url, {"cluster 1": range(70, 74), "cluster 2": range(80, 82)})
+    open_clusters(driver, url, 6)
+    find(driver, "#alike button")[0].click()
+    press(driver, "s")
+    until(lambda: text(driver, "#case-guess") == "2 images look alike")
+    assert text(driver, "#case-badge") == "cluster 1"
     press(driver, "u")
-    shows(driver, "2 of 3 done, last: cannot tell")
+    shows(driver, "2 of 6 done, last: cannot tell")
     until(lambda: sorted(map(str, named(log, digests).values())).count("('cannot_tell', None)") == 2)
+    until(lambda: text(driver, "#case-guess") == "2 images look alike")
+    assert text(driver, "#case-badge") == "cluster 2"
+    press(driver, "n")
+    shows(driver, "4 of 6 done, last: none of these")
+    nothing = "No logged image waits for a name, see psc-log review --clusters."
+    for done in ("5 of 6 done, last: cannot tell", f"6 done. {nothing}"):
+        assert text(driver, "#case-badge") == "cluster 1" and text(driver, "#case-guess") == "by itself"
+        press(driver, "u")
+        shows(driver, done)
+
+
+PICTURES_HELD = """
+const asked = window.fetch;
+window.held = [];
+window.fetch = async (path, options) => {
+  if (path.startsWith("feedback/images/")) await new Promise((go) => window.held.push(go));
+  return asked(path, options);
+};
+"""
+
+
+def test_a_name_is_given_only_to_images_that_are_shown(driver: Driver, url: str, log: Log) -> None:
+    digests = cluster(log, url, {"cluster 1": range(70, 74)})
+
+    def release(picture: int) -> None:
+        until(lambda: driver.execute_script("return window.held.length") > picture)
+        driver.execute_script("window.held[arguments[0]]()", picture)
+
+    def is_guess(words: str) -> None:
+        until(lambda: text(driver, "#case-guess") == words)
+
+    with before_the_page(driver, PICTURES_HELD):
+        look(driver, url)
+        find(driver, "#review-reason [value=to_name]")[0].click()
+        shows(driver, "0 of 4 done")
+        first = driver.execute_script("return window.held.length") - 1
+        for picture in (first, first + 1):
+            release(picture)
+        is_guess("2 images look alike")
+        assert len(find(driver, "#alike button")) == 3 and len(find(driver, "#alike img")) == 1
+        press(driver, "u")  # The next small picture is on its way.
+        shows(driver, "2 of 4 done, last: cannot tell")
+        until(lambda: [*named(log, digests).values()].count(("cannot_tell", None)) == 2)
+        driver.switch_to.active_element.send_keys("z")  # Before the large picture of the rest.
+        until(lambda: says(driver, "#review-status", "until you do, “cannot tell” counts"))
+        for picture in (first + 2, first + 4):  # That of the first turn, and the large one.
+            release(picture)
+        press(driver, "n")
+        shows(driver, "1 of 4 done, last: none of these")
+        for picture in (first + 6, first + 7):
+            release(picture)
+        is_guess("2 images look alike")
+        press(driver, "n")
+        shows(driver, "3 of 4 done, last: none of these")
+        release(first + 9)
+        press(driver, "n")
+        shows(driver, "4 done. No logged image waits for a name, see psc-log review --clusters.")
+    assert set(named(log, digests).values()) == {("none_of_the_classes", None)}
 
 
 HELD = """
@@ -343,6 +407,27 @@ def test_what_cannot_be_saved_says_why(driver: Driver, url: str, log: Log) -> No
     press(driver, "u")
     until(lambda: says(driver, "#review-status", "was erased"))
     assert labels(log) == []
+
+
+def test_what_cannot_be_saved_last_says_why_and_comes_again(driver: Driver, url: str, log: Log) -> None:
+    cluster(log, url, {"cluster 1": range(70, 73)})
+    open_clusters(driver, url, 3)
+    fail = (
+        "const asked = window.fetch; window.fetch = (path, options) =>"
+        "path === 'feedback' ? Promise.reject(new TypeError('down')) : asked(path, options)"
+    )
+    driver.execute_script(fail)
+    press(driver, "n")
+    until(lambda: text(driver, "#case-guess") == "3 images look alike")  # They were listed again.
+    shows(driver, "✕ “none of these” was not saved: The service cannot be reached.")
+    assert not find(driver, "#undo")[0].is_enabled()
+    find(driver, "#review-reason [value='']")[0].click()
+    shows(driver, "0 of 4 done")
+    press(driver, "n")
+    until(lambda: says(driver, "#review-status", "was not saved"))
+    assert not find(driver, "#undo")[0].is_enabled()
+    press(driver, "z")
+    assert errors(driver) == []
 
 
 def test_is_offered_though_requests_failed_once(driver: Driver, url: str) -> None:

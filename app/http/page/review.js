@@ -15,6 +15,7 @@ const GLANCE_MILLISECONDS = 150; // Nobody has judged an image so soon: the answ
 const GONE = [404, 409]; // the errors of an image that was erased, or is no longer in the log
 const REASONS = { ...DECISIONS, accept: "✓ Spot check" };
 const SPOT_CHECK = "The model is sure. A random sample shows how often it is right.";
+const CLUSTER = /^cluster [1-9]\d*$/; // what counts as no name
 const TOGETHER = "One name for all. Choose a small image to take it out: it comes by itself.";
 const element = (id) => document.getElementById(id);
 const on = (id, event, act) => element(id).addEventListener(event, act);
@@ -22,13 +23,14 @@ const view = element("review");
 const stage = element("stage");
 const field = element("label");
 
-let queue = []; // {image, model, cluster: its name, null by itself, answer: null or {words}, saved: an answer, picture: a promise, shown: when}
+let queue = []; // {image, model, cluster: its name, null by itself, answer: null or {words}, saved: an answer, picture: a promise, shown: when it was, in front or beside it}
 let current = null; // the one in front
 let alike = []; // it, and the others of its cluster that are shown beside it
 let backTo = null; // the day back to which the service looked for images, if it had no time for all
 let answered = []; // the images with an answer, the last one last
 let sending = Promise.resolve(); // One label after the other, because the last one on an image counts.
 let unsaved = 0; // labels
+let failure = ""; // why a label was not saved since the log was searched
 let isCounting = false; // the status shows how many are done
 let latest = null; // the last search of the log
 let zoom = 1;
@@ -46,6 +48,7 @@ export function showReview({ models }) {
 async function look() {
   const own = {};
   latest = own;
+  failure = "";
   say("Looking…");
   try {
     await sending;
@@ -57,20 +60,21 @@ async function look() {
     backTo = day;
     queue = images.map((image) => ({ image, model: models[image.bundle_version], cluster: image.name, answer: null }));
     turnTo(queue[0]);
+    if (failure) say(failure);
     if (current === null) element("review-again").focus();
   } catch ({ status, message }) {
     turnTo(null);
     element("review-key-form").hidden = status !== 401;
-    say(status === 401 && !hasFeedbackKey() ? "Enter the key that your administrator gave you." : message);
+    say(failure || (status === 401 && !hasFeedbackKey() ? "Enter the key that your administrator gave you." : message));
   }
 }
 
 function turnTo(item) {
   current = item ?? null;
   alike = current ? [item, ...queue.filter((each) => each !== item && item.cluster && looksAlike(each, item)).slice(0, BESIDE)] : [];
+  for (const each of alike) each.shown = undefined;
   element("case").hidden = current === null;
   element("review-again").hidden = current !== null;
-  element("undo").disabled = answered.length === 0;
   progress();
   if (current === null) return;
   const { image, model } = current;
@@ -96,8 +100,8 @@ function turnTo(item) {
   (type === "text" ? stage : field).focus({ preventScroll: true });
 }
 
-const looksAlike = (a, b) => a.answer === null && a.cluster === b.cluster && a.image.model === b.image.model;
-const together = () => alike.filter((item) => item === current || item.cluster);
+const looksAlike = (a, b) => a.answer === null && a.cluster && a.cluster === b.image.name && a.image.model === b.image.model;
+const together = () => alike.filter((item) => item === current || (item.cluster && item.shown));
 const counted = () => (together().length > 1 ? `${together().length} images look alike` : "by itself");
 
 // A click takes the image out of its cluster, or puts it back.
@@ -124,20 +128,24 @@ function newAnswer(name, key = "") {
 
 // The images behind this one are loaded too; those before it are let go.
 async function show(item) {
+  const own = alike;
   zoomTo(1);
   stage.replaceChildren();
   const from = queue.indexOf(item);
   for (const each of queue.slice(0, from)) each.picture = null;
   const picture = await load(item);
-  if (item !== current) return;
+  if (alike !== own) return; // Another turn was taken meanwhile.
   stage.classList.toggle("none", picture === null);
   if (picture) stage.replaceChildren(picture);
   item.shown = performance.now();
   const beside = [...element("alike").children];
-  for (const [index, each] of alike.slice(1).entries()) {
-    const small = await fetched(each, pictureOf).catch(() => "");
-    if (item !== current) return;
+  for (const [index, each] of own.slice(1).entries()) {
+    const small = await fetched(each, pictureOf).catch(() => null);
+    if (alike !== own) return;
+    if (small === null) continue;
     beside[index].append(small);
+    each.shown = performance.now();
+    element("case-guess").textContent = counted();
   }
   for (const next of queue.slice(from + 1).filter((each) => !alike.includes(each)).slice(0, AHEAD)) await load(next);
 }
@@ -179,15 +187,16 @@ async function send(item, label, given) {
     if (GONE.includes(status)) queue = queue.filter((each) => each !== item);
     element("review-key-form").hidden &&= status !== 401;
     progress();
-    say(`✕ “${given.words}” was not saved: ${message}`);
+    failure = `✕ “${given.words}” was not saved: ${message}`;
+    say(failure);
   }
 }
 
-// Turn to the next image without an answer, from here on and then from the first; after the last, look for more.
+// Turn to the next image without an answer, of this cluster, from here on or from the first; after the last, look for more.
 function next() {
   const from = queue.indexOf(current) + 1;
   const open = [...queue.slice(from), ...queue.slice(0, from)].filter((item) => item.answer === null);
-  turnTo(open.find((item) => !(alike.includes(item) && item.cluster)));
+  turnTo(open.find((item) => current && looksAlike(item, current)) ?? open[0]);
   if (open.length === 0) look();
 }
 
@@ -208,6 +217,7 @@ function submit(text) {
   if (text === "" && image.name) return say("Nothing is saved: type a name.");
   if (text === "" && task.hint) return say(`Nothing is saved: ${task.hint(model)}.`);
   const label = text === "" ? task.guessed(image) : task.label(text, model);
+  if (label === undefined && CLUSTER.test(text)) return say(`Nothing is saved: “${text}” counts as no name. Type another.`);
   if (label === undefined && (names.has(text) || text === proposed)) {
     names.add(text);
     answer({ kind: "none_of_the_classes", label: text }, text);
@@ -245,6 +255,7 @@ function press(event) {
 function progress() {
   const done = queue.filter((item) => item.answer !== null && item.saved === item.answer).length;
   const last = answered.at(-1)?.answer.words;
+  element("undo").disabled = answered.length === 0;
   element("review-status").parentElement.style.setProperty("--done", done / queue.length || 0);
   const what = element("review-reason").value === "to_name" ? "a name, see psc-log review --clusters" : "a label";
   const none = backTo ? `No image since ${backTo} waits for ${what}. Older images are found by psc-log review.` : `No logged image waits for ${what}.`;
@@ -269,7 +280,7 @@ on("farther", "click", () => zoomTo(zoom / 2));
 on("none", "click", () => answer({ kind: "none_of_the_classes" }, "none of these"));
 on("unknown", "click", () => answer({ kind: "cannot_tell" }, "cannot tell"));
 on("skip", "click", () => {
-  if (current) current.cluster = null; // Where it is the odd one, the others come without it.
+  if (current) current.cluster = null; // Where it is the odd one, the others come next, without it.
   next();
 });
 on("undo", "click", undo);
