@@ -92,7 +92,7 @@ def test_a_target_without_a_table_is_refused(
     known = write_digits(tmp_path / "known", data_root, "test", 80)
     words = ["--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--device", "cpu"]
     code, _, err = run(capsys, cli_eval.main, [*words, "--id", str(known), "--target", "label"])
-    assert code == 2 and f"{known} is no table, so --target 'label' has no effect" in err
+    assert code == 2 and "no images come from a table, so --target 'label' has no effect" in err
     rows = [f"{file},{file.parent.name},a" for file in known.rglob("*.png")]
     (tmp_path / "known.csv").write_text("\n".join(["file,label,other", *rows]))
     code, out, err = run(capsys, cli_eval.main, [*words, "--id", str(tmp_path / "known.csv"), "--target", "label"])
