@@ -291,7 +291,8 @@ def get_and_head(router: APIRouter | FastAPI, path: str, **options: Any) -> Call
     def register(endpoint: Endpoint) -> Endpoint:
         # The first route answers, also a 405 with its methods; the second one is for the document, which has only GET.
         router.api_route(path, methods=["GET", "HEAD"], **{**options, "include_in_schema": False})(endpoint)
-        router.get(path, **options)(endpoint)
+        if options.get("include_in_schema", True):
+            router.get(path, **options)(endpoint)
         return endpoint
 
     return register

@@ -39,7 +39,7 @@ from app.errors import (
     problem_response,
 )
 from app.http.body import has_disconnected, parse_query, read_images
-from app.http.middleware import ProblemCORS, RequestLimits, announced_bytes
+from app.http.middleware import MODEL_READY, ProblemCORS, RequestLimits, announced_bytes
 from app.http.model import QUERY, ReadyDocument
 from app.http.v2 import ModelReadyDocument, ServerReadyDocument
 from app.inference.decoder import Decoder, EncodedImage, fingerprints
@@ -66,7 +66,6 @@ _NOT_READY: Final = {
     "/readyz": ReadyDocument(status="not ready", reasons={"service": "the engine is being replaced"}),
     "/v2/health/ready": ServerReadyDocument(live=True, ready=False),
 }
-_MODEL_READY: Final = re.compile(r"/v2/models/([^/]+)(?:/versions/[^/]+)?/ready")
 # What the engine needs to know of a request.
 _PASSED_ON: Final = (
     "type", "http_version", "server", "client", "scheme", "method", "root_path", "path", "raw_path", "query_string",
@@ -331,7 +330,7 @@ class Front:
     async def _answer_alone(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer while there is no engine: this process is alive, but predicts nothing."""
         path = scope["path"].removeprefix(self._prefix)
-        alive, of_model = _ALIVE.get(path), _MODEL_READY.fullmatch(path)
+        alive, of_model = _ALIVE.get(path), MODEL_READY.fullmatch(path)
         not_ready = ModelReadyDocument(name=of_model[1], ready=False) if of_model else _NOT_READY.get(path)
         trace = {"traceresponse": trace_of_request(scope["headers"]).traceparent}
         if alive is not None:

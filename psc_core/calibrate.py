@@ -20,7 +20,7 @@ too while they are compared, or the checks would win and not the density.
 :func:`learn`: images reviewed as none of the classes become the check ``reviewed`` (:mod:`psc_core.learnt`), which
 replaces an earlier one.  It is taken where it ranks reviewed images that it has not learnt from higher among images of
 the classes, by more than the standard error of that gain over images of both kinds, and on no transform loses more than
-:data:`LARGEST_LOSS` of AUROC by more than the standard error of that loss.
+:data:`LARGEST_LOSS` of AUROC by more than the standard error of that loss, or as much again.
 
 :func:`add_class`: images that people named become one more class (:mod:`psc_core.learnt`).  What was learnt from
 reviewed images is forgotten, because these may be among them.

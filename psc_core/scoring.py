@@ -337,8 +337,8 @@ class PartFolder:
         there = errors_in(file) if file.exists() else []
         names, rest = [each.name for each in images[: len(there)]], [each.name for each in images[len(there) :]]
         follow = [name for name, _ in errors_in(after)] if there and rest and after.exists() else []
-        has_fewer = 0 < len(follow) <= len(there) and follow[: len(rest)] == rest[: len(follow)]  # per part
-        if has_fewer or names != [name for name, _ in there]:
+        was_split = 0 < len(follow) <= len(there) and follow[: len(rest)] == rest[: len(follow)]  # into smaller parts
+        if was_split or names != [name for name, _ in there]:
             raise UsageError(f"{file} has other images than the input now; give another --out, or remove it")
         good = [row for row, (_, error) in enumerate(there) if error is None]
         has_maps = self.maps is None or all(_map_file(self.maps, number, row).exists() for row in good)
@@ -361,7 +361,12 @@ class PartWriter(PartFolder):
     """Computes the outputs of parts and writes them; row 17 of part 3 has the map ``00003-0017.png``, both from 0."""
 
     def __init__(
-        self, model: FittedModel, out: str | Path, file_format: str, threads: int = 0, maps: Path | None = None
+        self,
+        model: FittedModel,
+        out: str | Path,
+        file_format: str,
+        threads: int | None = None,
+        maps: Path | None = None,
     ) -> None:
         super().__init__(Path(out), file_format, maps)
         self.check(model.version, model.pipeline.map is not None)
@@ -387,8 +392,9 @@ class PartWriter(PartFolder):
         """Check that there are no more parts, as of an input that shrank; remove what killed runs left."""
         for folder, began in self._began.items():
             for left in folder.glob("*-*.partial"):
-                if _time(left) < began:
-                    left.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):  # Another process may finish one of its own.
+                    if left.stat().st_mtime_ns < began:
+                        left.unlink()
         first = self._file(parts).name
         there = (file.name for file in self.out.glob(f"part-*.{self.file_format}"))
         more = [name for name in there if (len(name), name) >= (len(first), first)]
@@ -438,7 +444,7 @@ class PartWriter(PartFolder):
 
 def _any_changed(images: Sequence[NamedImage], there: Sequence[tuple[str, str | None]], file: Path) -> bool:
     """Return whether an image's file came or changed since a part was begun, or can be opened only now."""
-    began = _time(file)
+    began = file.stat().st_mtime_ns
     for each, (_, error) in zip(images, there, strict=True):
         with suppress(OSError, ValueError, ImageError):  # Missing, or no path: that is this image's error.
             if isinstance(each.image, str):
@@ -450,10 +456,6 @@ def _any_changed(images: Sequence[NamedImage], there: Sequence[tuple[str, str | 
 
 def _map_file(maps: Path, number: int, row: int) -> Path:
     return maps / f"{number:05d}-{row:04d}.png"
-
-
-def _time(file: Path) -> int:
-    return file.stat().st_mtime_ns if file.exists() else -1
 
 
 def write_parts(writer: PartWriter, parts: Parts, *, rank: int = 0, world: int = 1) -> Iterator[PartCount]:

@@ -32,12 +32,12 @@ _CALLS: Final = {f"/inference.GRPCInferenceService/{name}" for name in ("ServerL
 _PROBES: Final = frozenset({"/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready", *_CALLS})
 _LARGE_BYTES: Final = 1 << 20
 _WITHOUT_BODY: Final = frozenset({"GET", "HEAD"})
-_PROBE_OF_MODEL: Final = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/ready")
+MODEL_READY: Final = re.compile(r"/v2/models/([^/]+)(?:/versions/[^/]+)?/ready")
 
 
 def is_probe(path: str) -> bool:
     """Return whether orchestrators or Prometheus probe this path; they ask by address, even of a busy service."""
-    return path in _PROBES or (path.endswith("/ready") and _PROBE_OF_MODEL.fullmatch(path) is not None)
+    return path in _PROBES or (path.endswith("/ready") and MODEL_READY.fullmatch(path) is not None)
 
 
 @runtime_checkable

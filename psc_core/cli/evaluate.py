@@ -66,7 +66,13 @@ def evaluate(args: argparse.Namespace) -> None:
     from psc_core.data.cache import readable
     from psc_core.data.open import folder_of, is_table, unread_files
     from psc_core.evaluation.evaluate import evaluate as measure
-    from psc_core.evaluation.evaluate import repeated_warning, seen_warning, shared_with, weights_warning
+    from psc_core.evaluation.evaluate import (
+        repeated_warning,
+        seen_warning,
+        shared_warning,
+        shared_with,
+        weights_warning,
+    )
     from psc_core.model import model_class_of
     from psc_core.report import page
     from psc_core.report.content import Content, collect_test, facts_of
@@ -106,11 +112,7 @@ def evaluate(args: argparse.Namespace) -> None:
     for line in left_out[:-1]:
         print(line)
     repeated, shared = map(repeated_warning, (id_data, *ood.values())), shared_with(id_data, ood)
-    of_shared = (
-        f"{count} of the {len(ood[name])} images of {name} are images of {id_data.name} too, so that no score tells "
-        "them apart; give images that are out of distribution"
-        for name, count in shared.items()
-    )
+    of_shared = (shared_warning(id_data, name, ood[name], count) for name, count in shared.items())
     told = (seen_warning(model, id_data, fitted_on), of_weights, *left_out[-1:], *repeated, *of_shared)
     warnings = tuple(filter(None, told))
     for warning in warnings:

@@ -75,7 +75,7 @@ def score(args: argparse.Namespace) -> ExitCode:
 
     def make_writer() -> PartWriter:
         model = load_model(bundle, device=device, allow_factories=args.allow_factories)
-        writer = PartWriter(model, out, args.format, args.threads or 0, maps)
+        writer = PartWriter(model, out, args.format, args.threads, maps)
         writer.found = folder.found
         return writer
 

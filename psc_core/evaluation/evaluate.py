@@ -287,6 +287,13 @@ def shared_with(data: ImageDataset, ood: Mapping[str, ImageDataset]) -> dict[str
     return {name: count for name, count in counts.items() if count > REPEATED * len(ood[name])}
 
 
+def shared_warning(data: ImageDataset, name: str, others: ImageDataset, count: int) -> str:
+    return (
+        f"{count} of the {len(others)} images of {name} are images of {data.name} too, so that no score tells them "
+        "apart; give images that are out of distribution"
+    )
+
+
 def weights_warning(model: FittedModel, weights: Path) -> str:
     """Refuse other weights than the fit's; return a warning, or "", where the bundle has no digest to compare."""
     family = "onnx:" if weights.suffix == ".onnx" else "hf:" if weights.is_dir() else ""
