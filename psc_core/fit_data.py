@@ -28,7 +28,7 @@ from psc_core.bundle import write_file
 from psc_core.collapse import CollapseReport
 from psc_core.compute import Compute
 from psc_core.conformal import check_rates
-from psc_core.data.cache import Scratch, cache_images, only_readable, readable, unused_levels
+from psc_core.data.cache import Scratch, cache_images, readable, unused_levels
 from psc_core.data.dataset import ImageDataset, draw, draw_balanced, split_validation
 from psc_core.data.loaders import temporary_folder
 from psc_core.data.open import check_same
@@ -196,7 +196,7 @@ class FitJob:
     def first_evaluation(self, net: nn.Module, max_bad_images: int = 0) -> FirstEvaluation:
         """Return how good the original network, on the device, is on a few random images."""
         train, val = (
-            only_readable(draw(images, FIRST_EVALUATION_IMAGES, self.data.seed), max_bad_images)
+            readable([draw(images, FIRST_EVALUATION_IMAGES, self.data.seed)], max_bad_images)[0][0]
             for images in (self.data.train, self.data.val)
         )
         run: Callable[[Tensor], Tensor] = net

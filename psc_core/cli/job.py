@@ -32,7 +32,7 @@ from psc_core.bundle import MAX_NAME, check_network, check_target, check_text
 from psc_core.cli import flags
 from psc_core.collapse import check_named, to_csv
 from psc_core.compute import Compute, Progress, join_processes, passes, track
-from psc_core.data.cache import Scratch, check_disjoint, only_readable
+from psc_core.data.cache import Scratch, check_disjoint, readable
 from psc_core.data.dataset import ImageDataset, draw_balanced
 from psc_core.data.open import in_network_order, open_dataset, unread_files
 from psc_core.errors import UsageError
@@ -327,7 +327,7 @@ def extrapolate(sizes: tuple[int, int], seconds: tuple[float, float], images: in
 
 def rate(net: nn.Module, train: ImageDataset, compute: Compute, seed: int, max_bad_images: int) -> float:
     """Return the images per second through the network alone, decoding included."""
-    few = only_readable(draw_balanced(train, 2 * compute.batch_size, seed), max_bad_images)
+    few = readable([draw_balanced(train, 2 * compute.batch_size, seed)], max_bad_images)[0][0]
     began = time.perf_counter()
     for _ in passes(few, compute, "one pass", net.to(compute.device)):
         pass

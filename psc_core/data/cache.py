@@ -283,9 +283,6 @@ class Unreadable:
         return len(self.positions)
 
 
-NONE: Final = Unreadable(torch.empty(0, dtype=torch.int64), ())
-
-
 def find_unreadable(dataset: ImageDataset, at_most: int, compute: Compute | None = None) -> Unreadable:
     """Find the images that cannot be decoded, until there are more than ``at_most``; all processes find the same."""
     compute = compute or Compute(torch.device("cpu"))
@@ -325,40 +322,28 @@ def without(dataset: ImageDataset, found: Unreadable) -> ImageDataset:
     return dataset.subset(is_kept.nonzero().flatten())
 
 
-def only_readable(dataset: ImageDataset, at_most: int) -> ImageDataset:
-    """Return the images that can be decoded; with ``at_most`` 0 nothing is checked."""
-    if not at_most:
-        return dataset
-    found = find_unreadable(dataset, at_most)
-    check_unreadable(at_most, found)
-    return without(dataset, found)
-
-
 def readable(
     sets: Sequence[ImageDataset], at_most: int, compute: Compute | None = None
 ) -> tuple[list[ImageDataset], tuple[str, ...]]:
-    """Return the images that can be decoded, and lines of text about the others; with 0 none are searched for."""
+    """Return the images that can be decoded, and lines of text about the others; with 0 none are searched for.
+
+    Raise :class:`DataError` if there are more than ``at_most`` others, in all data sets together.
+    """
     found: list[Unreadable] = []
+    count, reasons = 0, list[str]()
     for data in sets if at_most else ():
-        left = at_most - sum(map(len, found))
-        found.append(find_unreadable(data, left, compute) if left >= 0 else NONE)
-    check_unreadable(at_most, *found)
-    if not (count := sum(map(len, found))):
+        found.append(find_unreadable(data, at_most - count, compute))
+        count, reasons = sum(map(len, found)), [reason for each in found for reason in each.reasons][:SHOWN_IMAGES]
+        if count > at_most:
+            raise DataError(
+                f"expected at most {at_most} images that cannot be decoded, found more: {'; '.join(reasons)}"
+                f"{'; …' * (count > SHOWN_IMAGES)}; repair or remove them, or leave out more by --max-bad-images"
+            )
+    if not count:
         return [*sets], ()
     kept = [without(data, bad) for data, bad in zip(sets, found, strict=True)]
     of_each = ", ".join(f"{len(bad)} of {data.name}" for data, bad in zip(sets, found, strict=True))
-    reasons = [reason for each in found for reason in each.reasons][:SHOWN_IMAGES]
     return kept, (
         *(f"left out: {reason}" for reason in reasons),
         f"left out {count} that cannot be decoded: {of_each}",
     )
-
-
-def check_unreadable(at_most: int, *found: Unreadable) -> None:
-    """Raise :class:`DataError` if more than ``at_most`` images, of all data sets together, cannot be decoded."""
-    count, reasons = sum(map(len, found)), [reason for each in found for reason in each.reasons]
-    if count > at_most:
-        raise DataError(
-            f"expected at most {at_most} images that cannot be decoded, found more: {'; '.join(reasons[:SHOWN_IMAGES])}"
-            f"{'; …' * (count > SHOWN_IMAGES)}; repair or remove them, or leave out more by --max-bad-images"
-        )

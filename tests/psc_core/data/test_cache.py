@@ -21,8 +21,8 @@ from psc_core.data.cache import (
     cache_images,
     find_unreadable,
     map_file,
-    only_readable,
     pixel_bytes,
+    readable,
     shared_images,
     unused_levels,
     without,
@@ -165,14 +165,14 @@ def test_ends_early_where_there_are_more(folder_readable: ImageDataset, monkeypa
     monkeypatch.setattr(cache, "_AT_ONCE", 5)
     assert find_unreadable(folder_readable, 1).positions.tolist() == BAD[:2]
     with pytest.raises(DataError, match=r"at most 1 images .* found more: .*a/2\.png.*3\.png.*by --max-bad-images"):
-        only_readable(folder_readable, 1)
-    assert len(only_readable(folder_readable, 6)) == 14
-    assert only_readable(folder_readable, 0) is folder_readable
+        readable([folder_readable], 1)
+    assert len(readable([folder_readable], 6)[0][0]) == 14
+    assert readable([folder_readable], 0)[0][0] is folder_readable
 
 
 def test_some_image_has_to_be_readable(folder_readable: ImageDataset) -> None:
     with pytest.raises(DataError, match=r"no image .* decoded: .*a/2\.png.*a/9\.png"):
-        only_readable(folder_readable.subset(torch.tensor(BAD)), 10)
+        readable([folder_readable.subset(torch.tensor(BAD))], 10)
 
 
 def test_several_processes_find_the_same(folder_readable: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
