@@ -96,7 +96,7 @@ def _store(run: Run, trained: Trained, train: ImageDataset, **settings: str) -> 
         **settings,
     }
     words = [trained.job.name, train.name, *settings.values(), str(len(train)), f"s{run.seed}.stages"]
-    kept = Checkpoint.of(run.checkpoints / "-".join(filter(None, words)), job)
+    kept = Checkpoint(run.checkpoints / "-".join(filter(None, words)), job)
     if not kept.is_resumed:
         kept.clear()
     return kept

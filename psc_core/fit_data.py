@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from psc_core.bundle import write_file
+from psc_core.bundle import write_files
 from psc_core.collapse import CollapseReport
 from psc_core.compute import Compute
 from psc_core.conformal import check_rates
@@ -230,27 +230,23 @@ def check_settings(settings: FitSettings, data: FitData) -> FitSettings:
 
 
 AnyStage = TypeVar("AnyStage")
+_STAMP: Final = "job.txt"
 
 
 class Checkpoint:
     """The results of finished stages; of several processes the first writes them."""
 
-    def __init__(self, folder: Path, key: str, compute: Compute) -> None:
+    def __init__(self, folder: Path, job: Mapping[str, Any], compute: Compute | None = None) -> None:
+        """Open the checkpoint of ``job`` (JSON types) in ``folder``, which may hold stages of another job."""
         self.folder = folder
-        self.key = key
-        self.compute = compute
-        self._stamp = folder / "job.txt"
-
-    @classmethod
-    def of(cls, folder: Path, job: Mapping[str, Any], compute: Compute | None = None) -> Checkpoint:
-        """Return the checkpoint of ``job`` (JSON types) in ``folder``, which may hold stages of another job."""
-        key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
-        return cls(folder, key, compute or Compute(torch.device("cpu")))
+        self.key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
+        self.compute = compute or Compute(torch.device("cpu"))
 
     @property
     def is_resumed(self) -> bool:
         """Whether an interrupted run of this job left the folder."""
-        return self._stamp.exists() and self._stamp.read_text() == self.key
+        stamp = self.folder / _STAMP
+        return stamp.exists() and stamp.read_text() == self.key
 
     def load_collapse(self) -> CollapseReport | None:
         """Return the collapse report, or None where it is not finished."""
@@ -287,13 +283,8 @@ class Checkpoint:
         self._write("fitted_projection.safetensors", data)
 
     def _write(self, name: str, data: bytes) -> None:
-        if self.compute.rank != 0:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._stamp.write_text(self.key)
-        part = self.folder / f"{name}.part"
-        write_file(part, data)
-        part.rename(self.folder / name)
+        if self.compute.rank == 0:
+            write_files(self.folder, {_STAMP: self.key.encode(), name: data})
 
     def clear(self) -> None:
         """Remove everything kept."""

@@ -212,7 +212,7 @@ def open_checkpoint(net: nn.Module, job: FitJob, configuration: Path | None, arg
     """Return the checkpoint of an interrupted run of this job, or an empty one."""
     out = args.out.resolve()
     inputs = job_of(job.provenance, job.settings, job.data, job.compute, configuration, answers_of(net, job))
-    checkpoint = Checkpoint.of(_stages_folder(out), inputs, job.compute)
+    checkpoint = Checkpoint(_stages_folder(out), inputs, job.compute)
     is_resumed = checkpoint.is_resumed and not args.fresh
     check_target(out, overwrite=args.overwrite or is_resumed)
     if is_resumed:

@@ -323,7 +323,7 @@ def test_sizes_are_not_compared_where_nothing_depends_on_them(
 def test_checkpoint_keeps_sizes(net: nn.Module, train: ImageDataset, val: ImageDataset, tmp_path: Path) -> None:
     chosen = measure_collapse(net, train, val, settings=SETTINGS).choose("4")
     fitted = fit_projection(net, chosen, train, val, c_proj=6, minimum_dim=1, density="gda", settings=SETTINGS)
-    checkpoint = Checkpoint.of(tmp_path / "stages", {})
+    checkpoint = Checkpoint(tmp_path / "stages", {})
     checkpoint.save_projection(fitted)
     kept = checkpoint.load_projection()
     assert kept is not None and kept.report.positions == fitted.report.positions != ()
