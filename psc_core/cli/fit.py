@@ -174,7 +174,8 @@ def fit(args: argparse.Namespace) -> None:
     with steps(names) as progress:
         begin("original network")
         if is_first:
-            job.say(stages.first_evaluation_text(net, job, args.max_bad_images))
+            first = job.first_evaluation(net, args.max_bad_images)  # Which people see before all images are decoded.
+            job.say("\n".join([first.text, *([f"warning: {first.warning}"] if first.warning else [])]))
         if args.dry_run:
             job.say(str(stages.estimate(net, job, args.max_bad_images)))
             return

@@ -63,8 +63,17 @@ def provenance_of(network: NetworkSpec, settings: FitSettings, data: FitData) ->
 
 
 def origins_of(data: FitData) -> dict[str, Any]:
-    """Return the part of the provenance that changes when images are left out; JSON types."""
-    return {"train": origin_of(data.train, data.skipped[0]), "val": origin_of(data.val, data.skipped[1])}
+    """Return what the provenance says of the images, which changes when some are left out; JSON types."""
+    return {
+        split: {
+            "name": printable(Path(images.name).resolve().name),
+            "images": len(images),
+            "rows": images.examples,
+            "sha256": images.digest(),
+            "skipped": skipped,
+        }
+        for split, images, skipped in zip(("train", "val"), (data.train, data.val), data.skipped, strict=True)
+    }
 
 
 def without_path(spec: str) -> str:
@@ -72,17 +81,6 @@ def without_path(spec: str) -> str:
     family, _, name = spec.partition(":")
     is_path = is_described(spec) and Path(name).expanduser().exists()
     return f"{family}:{printable(Path(name).resolve().name)}" if is_path else spec
-
-
-def origin_of(data: ImageDataset, skipped: int) -> dict[str, Any]:
-    """Return name, sizes and digest of a data set, and how many images were left out of it."""
-    return {
-        "name": printable(Path(data.name).resolve().name),
-        "images": len(data),
-        "rows": data.examples,
-        "sha256": data.digest(),
-        "skipped": skipped,
-    }
 
 
 def job_of(
@@ -184,12 +182,6 @@ def load(args: argparse.Namespace, described: NetworkSpec, outputs: int) -> tupl
     if args.graph:
         forget_spec(net)
     return net, replace(network, weights=(args.weights,)) if args.weights else network
-
-
-def first_evaluation_text(net: nn.Module, job: FitJob, max_bad_images: int) -> str:
-    """Return how good the original network is on a few random images, which people see before all are decoded."""
-    found = job.first_evaluation(net, max_bad_images)
-    return "\n".join([found.text, *([f"warning: {found.warning}"] if found.warning else [])])
 
 
 def checked_provenance(network: NetworkSpec, job: FitJob) -> dict[str, Any]:
