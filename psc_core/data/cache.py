@@ -26,7 +26,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from psc_core.compute import Compute, track
-from psc_core.data.dataset import DECODERS, ArraySource, FileSource, ImageDataset, ImageSource, RawImage, TensorSource
+from psc_core.data.dataset import DECODERS, FileSource, ImageDataset, ImageSource, RawImage, TensorSource
 from psc_core.errors import DataError, ImageError, LoaderWarning, UsageError, warn
 from psc_core.images.decode import open_image
 from psc_core.images.files import read_file
@@ -122,7 +122,7 @@ def map_file(file: IO[bytes], shape: tuple[int, ...], dtype: npt.DTypeLike) -> n
 def pixel_bytes(dataset: ImageDataset) -> int:
     """Return the bytes that the pixels of a data set take in a cache; 0 where its images need no decoding."""
     match dataset.source:
-        case ArraySource() | TensorSource() as source if source.fits(dataset.preprocess):
+        case TensorSource() as source if source.fits(dataset.preprocess):
             return 0
         case CachedSource(preprocess=dataset.preprocess):
             return 0
@@ -287,7 +287,7 @@ def find_unreadable(dataset: ImageDataset, at_most: int, compute: Compute | None
     """Find the images that cannot be decoded, until there are more than ``at_most``; all processes find the same."""
     compute = compute or Compute(torch.device("cpu"))
     is_bad = torch.zeros(len(dataset), dtype=torch.int64)
-    if not isinstance(dataset.source, ArraySource | TensorSource):
+    if not isinstance(dataset.source, TensorSource):
         chunks = torch.split(torch.arange(compute.rank, len(dataset), compute.world), _AT_ONCE)
         with ThreadPoolExecutor(DECODERS, "psc-decode") as pool:
             total = len(range(compute.rank, len(dataset), compute.world))

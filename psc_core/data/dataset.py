@@ -46,39 +46,11 @@ class ImageSource(Protocol):
 
     def modified_ns(self, index: int) -> int:
         """Return when the image was last changed, in nanoseconds since 1970; 0 if its content identifies it."""
-
-
-class _IdentifiedByContent:
-    def modified_ns(self, index: int) -> int:
         return 0
 
 
 @dataclass(frozen=True)
-class ArraySource(_IdentifiedByContent):
-    """Grey images in one ``uint8 (n, height, width)`` array."""
-
-    images: npt.NDArray[np.uint8]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
-        return preprocess.from_image(Image.fromarray(self.images[index]))
-
-    def fits(self, preprocess: Preprocess) -> bool:
-        """Return whether ``preprocess`` leaves these images unchanged, so that they can be read all at once."""
-        return preprocess.resize is None and (1, *self.images.shape[1:]) == preprocess.shape
-
-    def take(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        """Return images as ``(n, 1, height, width)``; valid only if :meth:`fits`."""
-        return self.images[indices][:, None]
-
-    def fingerprint(self, index: int) -> bytes:
-        return bytes(self.images[index].data)
-
-
-@dataclass(frozen=True)
-class TensorSource(_IdentifiedByContent):
+class TensorSource(ImageSource):
     """Images of the network's size in one array (n, channels, height, width), ``float32`` inputs or ``uint8`` ones."""
 
     images: npt.NDArray[Any]
@@ -96,11 +68,11 @@ class TensorSource(_IdentifiedByContent):
         return image
 
     def fits(self, preprocess: Preprocess) -> bool:
-        """Return whether the images have the size that ``preprocess`` gives."""
+        """Return whether ``preprocess`` leaves these images unchanged, so that they can be read all at once."""
         return self.images.shape[1:] == preprocess.shape
 
     def take(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Return images as ``(n, channels, height, width)``."""
+        """Return images as ``(n, channels, height, width)``; valid only if :meth:`fits`."""
         taken: npt.NDArray[Any] = self.images[indices]
         return taken
 
@@ -109,7 +81,21 @@ class TensorSource(_IdentifiedByContent):
 
 
 @dataclass(frozen=True)
-class EncodedSource(_IdentifiedByContent):
+class ArraySource(TensorSource):
+    """Grey images in one ``uint8 (n, height, width)`` array, which may have any size."""
+
+    def read(self, index: int, preprocess: Preprocess) -> npt.NDArray[np.uint8]:
+        return preprocess.from_image(Image.fromarray(self.images[index]))
+
+    def fits(self, preprocess: Preprocess) -> bool:
+        return preprocess.resize is None and (1, *self.images.shape[1:]) == preprocess.shape
+
+    def take(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        return super().take(indices)[:, None]
+
+
+@dataclass(frozen=True)
+class EncodedSource(ImageSource):
     """Encoded image files in memory, each with a name for messages."""
 
     names: Sequence[str]
@@ -305,7 +291,7 @@ class ImageDataset:
                 yield ahead.result()
 
     def _collate(self, positions: Tensor, pool: ThreadPoolExecutor) -> Batch:
-        if isinstance(self.source, ArraySource | TensorSource) and self.source.fits(self.preprocess):
+        if isinstance(self.source, TensorSource) and self.source.fits(self.preprocess):
             images = torch.from_numpy(self.source.take(self.indices[positions].numpy()))
         else:
             images = torch.from_numpy(np.stack(list(pool.map(self._read, positions.tolist(), chunksize=16))))

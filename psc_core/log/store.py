@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from psc_core.data.dataset import ImageSource
 from psc_core.errors import DataError, ImageError, UsageError, needs, warn
 from psc_core.images.decode import PILLOW_MAX_PIXELS, decode_image
 from psc_core.images.preprocess import Preprocess
@@ -389,8 +390,8 @@ _READERS: Final = 16  # number of images that are read at once, as a bucket take
 
 
 @dataclass(frozen=True)
-class LoggedImages:
-    """Images given by their paths in a log; an :class:`psc_core.data.dataset.ImageSource`."""
+class LoggedImages(ImageSource):
+    """Images given by their paths in a log, which hold the digests of their contents."""
 
     log: Log
     paths: Sequence[str]
@@ -420,9 +421,6 @@ class LoggedImages:
 
     def fingerprint(self, index: int) -> bytes:
         return self.paths[index].encode()
-
-    def modified_ns(self, index: int) -> int:
-        return 0  # Its path holds the digest of its content.
 
 
 def are_intact(log: Log, paths: Sequence[str]) -> list[bool]:
