@@ -30,6 +30,7 @@ from typing import Final, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
+from scipy.optimize import brentq
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -48,31 +49,23 @@ from psc_core.network.output import check_network_output
 
 
 def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
-    """Return the T in :data:`TEMPERATURES` with the least NLL of softmax(f / T), convex in β = 1/T, by Newton steps."""
-    low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
-    beta = 1.0
-    for _ in range(100):
-        slope, curvature = nll_derivatives(logits, labels, beta)
-        if slope == 0:
-            break
-        low, high = (low, beta) if slope > 0 else (beta, high)
-        newton = beta - slope / curvature if curvature > 0 else math.inf
-        previous, beta = beta, newton if low < newton < high else math.sqrt(low * high)
-        if abs(beta - previous) <= 1e-8 * beta:
-            break
-    return 1 / beta
+    """Return the T in :data:`TEMPERATURES` with the least NLL of softmax(f / T), which is convex in β = 1/T."""
 
+    def slope(beta: float) -> float:
+        """Return that of the summed NLL in β."""
+        total = 0.0
+        for chunk in chunk_rows(*logits.shape):
+            f = logits[chunk].double()
+            mean = ((beta * f).softmax(1) * f).sum(1)
+            total += float((mean - f.gather(1, labels[chunk, None]).squeeze(1)).sum())
+        return total
 
-def nll_derivatives(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"], beta: float) -> tuple[float, float]:
-    """Return the slope and the curvature in β of the summed NLL of softmax(β f)."""
-    slope = curvature = 0.0
-    for chunk in chunk_rows(*logits.shape):
-        f = logits[chunk].double()
-        p = (beta * f).softmax(1)
-        mean = (p * f).sum(1)
-        slope += float((mean - f.gather(1, labels[chunk, None]).squeeze(1)).sum())
-        curvature += float((p * (f - mean[:, None]).square()).sum())
-    return slope, curvature
+    least, most = TEMPERATURES
+    if slope(1.0) == 0:
+        return 1.0
+    if slope(1 / most) >= 0:
+        return most
+    return least if slope(1 / least) <= 0 else 1 / float(brentq(slope, 1 / most, 1 / least, rtol=1e-8))
 
 
 NEIGHBOURS: Final = 50  # the largest k of ``knn``, OpenOOD's choice for CIFAR-10; at most half of the smallest class
