@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
-from itertools import chain, groupby, islice, zip_longest
+from itertools import chain, groupby, zip_longest
 from typing import Any, Final
 
 import numpy as np
@@ -59,16 +59,12 @@ def review(
             lists.append(replace(each, reason=SAMPLE) for each in images)
         else:
             lists += (_ordered(log, *group) for group in groups)
-    turns = zip_longest(*lists)
-    seen: set[tuple[str, str]] = set()
-    return list(islice(_once((each for turn in turns for each in turn if each is not None), seen), limit))
-
-
-def _once(candidates: Iterator[ReviewImage], seen: set[tuple[str, str]]) -> Iterator[ReviewImage]:
-    for each in candidates:
-        if (image := (each.model, each.row[SHA256])) not in seen:
-            seen.add(image)
-            yield each
+    found: dict[tuple[str, str], ReviewImage] = {}
+    for each in filter(None, chain.from_iterable(zip_longest(*lists))):
+        found.setdefault((each.model, each.row[SHA256]), each)
+        if len(found) >= limit:
+            break
+    return [*found.values()]
 
 
 def _groups(
