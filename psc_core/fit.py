@@ -558,10 +558,8 @@ def _fit(
 
 def _stage_job(net: nn.Module, train: ImageDataset, val: ImageDataset | None, settings: FitSettings) -> FitJob:
     """Return the job of a stage that only chooses by validation images, and calibrates nothing."""
-    if val is None:
-        data = FitData.without_validation(train, seed=settings.seed, max_images=settings.max_images)
-    else:
-        data = FitData.of(train, val, seed=settings.seed, max_images=settings.max_images)
+    data = FitData.of(train, val, seed=settings.seed, max_images=settings.max_images)
+    if val is not None:
         check_disjoint(train, val)
     job = FitJob(data, settings, settings.compute())
     _check_network(net, job)

@@ -56,7 +56,7 @@ class FitData:
     def of(
         cls,
         train: ImageDataset,
-        val: ImageDataset,
+        val: ImageDataset | None,  # None: the training images stand in, for a stage that only chooses by them
         *,
         seed: int = 0,
         task: str | None = None,  # one of :data:`psc_core.tasks.TASKS`; None for the one that suits the labels
@@ -71,19 +71,13 @@ class FitData:
                 f"these images is {suits.name}, --task {suits.name}: folders give classes, and tables too where they "
                 "hold names, or class indices that are opened with --task classification"
             )
-        if train.target != val.target:
+        if val is not None and train.target != val.target:
             raise DataError(
                 f"expected the same target for training and validation, got {train.target} and {val.target}"
             )
-        train, val = found.labelled(train, val)
-        return cls(draw_few(train, max_images, seed), val, found, seed).checked()
-
-    @classmethod
-    def without_validation(cls, train: ImageDataset, *, seed: int, max_images: int | None) -> FitData:
-        """Return training images that stand in for validation images, for a stage that only chooses by them."""
-        found = task_of_images(train)
-        train = draw_few(found.labelled(train, train)[0], max_images, seed)
-        return cls(train, train, found, seed, is_split=False).checked()
+        train, labelled_val = found.labelled(train, train if val is None else val)
+        few = draw_few(train, max_images, seed)
+        return cls(few, few if val is None else labelled_val, found, seed, is_split=val is not None).checked()
 
     def checked(self) -> FitData:
         """Return the same images, after checking that a fit can use them."""

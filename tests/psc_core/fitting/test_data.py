@@ -98,7 +98,7 @@ def test_loaders_that_describe_the_same_are_fitted_together() -> None:
 
 
 def test_images_without_validation_stand_for_it(train: ImageDataset) -> None:
-    data = FitData.without_validation(train, seed=0, max_images=50)
+    data = FitData.of(train, None, max_images=50)
     assert data.train is data.selection and data.task_type.takes(train) and len(data.train) == 50
 
 
