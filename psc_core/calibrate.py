@@ -261,10 +261,6 @@ class Extension:
         }
 
 
-# The features of n images that the density and the check ``texture`` read, and labels, on the CPU.
-_DensityInputs = tuple[Float[Tensor, "n dim"], Float[Tensor, "n channels"] | None, Int[Tensor, " n"]]
-
-
 def seen_examples(model: FittedModel) -> int:
     """Return the number of labelled examples that the densities of a model were fitted to."""
     instead = "fit the bundle again with these images among the training images"
@@ -313,12 +309,12 @@ def extend(model: FittedModel, more: ImageDataset, real: ImageDataset, compute: 
     return Extension(pipeline, len(more), chosen, aurocs)
 
 
-def extend_pipeline(pipeline: Pipeline, read: _DensityInputs, examples: int, times: int) -> Pipeline:
-    """Return a pipeline whose densities have seen more images, each of them ``times`` times."""
-    (density_input, early, labels), scorer, texture = read, pipeline.scorer, None
-    found = extend_density(scorer.density, density_input, labels, examples=examples, times=times)
-    if scorer.texture is not None and early is not None:
-        texture = extend_density(scorer.texture, early, labels, examples=examples, times=times).density
+def extend_pipeline(pipeline: Pipeline, read: Mapping[str, Tensor], examples: int, times: int) -> Pipeline:
+    """Return a pipeline whose densities have seen more images, as :func:`_read` reads them, each ``times`` times."""
+    scorer, labels, texture = pipeline.scorer, read["labels"], None
+    found = extend_density(scorer.density, read["inputs"], labels, examples=examples, times=times)
+    if scorer.texture is not None:
+        texture = extend_density(scorer.texture, read["early"], labels, examples=examples, times=times).density
     stored_images = None if pipeline.stored_images is None else pipeline.stored_images.moved(found.moved)
     reviewed = None if scorer.reviewed is None else scorer.reviewed.moved(found)
     scorer = scorer.replace(density=found.density, texture=texture, reviewed=reviewed).to(scorer.scale.device)
@@ -344,15 +340,16 @@ def _aurocs(checks: Checks | None, values: Mapping[str, Float[Tensor, "n checks"
     return {name: auroc(scores[REAL], altered) for name, altered in scores.items() if name != REAL}
 
 
-@torch.inference_mode()
-def _read(scorer: Scorer, data: ImageDataset, compute: Compute) -> _DensityInputs:
-    inputs, early, labels = [], [], []
-    for batch in track_images(data, compute, "images more"):
-        embedding = scorer.embed(batch.images.to(compute.device))
-        inputs.append(embedding.density_input.cpu())
-        early += [] if embedding.early is None else [embedding.early.cpu()]
-        labels.append(batch.first_labels())
-    return torch.cat(inputs), torch.cat(early) if early else None, torch.cat(labels)
+def _read(scorer: Scorer, data: ImageDataset, compute: Compute, what: str = "images more") -> dict[str, Tensor]:
+    """Return what density and texture read of images, their probabilities and labels by name, on the CPU."""
+
+    def read(images: Tensor) -> dict[str, Tensor]:
+        embedding = scorer.embed(images.to(compute.device))
+        early = {} if embedding.early is None else {"early": embedding.early}
+        return {"inputs": embedding.density_input, "p": scorer.score(embedding).probabilities, **early}
+
+    batches = ({REAL: batch.images} for batch in track_images(data, compute, what))
+    return {**by_transform(batches, read)[REAL], "labels": data.first_labels()}
 
 
 def _synthetic_values(
@@ -425,9 +422,8 @@ class Learnt:
 def clusters_of(model: FittedModel, images: ImageDataset) -> list[int]:
     """Return the cluster of each reviewed image, see :func:`psc_core.learnt.cluster`."""
     scorer = model.pipeline.scorer
-    inputs, _, _ = _read(scorer, images, Compute(model.device))
-    density = copy.deepcopy(scorer.density).cpu()
-    found: list[int] = cluster(density, density.coordinates(inputs)).tolist()
+    density, read = copy.deepcopy(scorer.density).cpu(), _read(scorer, images, Compute(model.device))
+    found: list[int] = cluster(density, density.coordinates(read["inputs"])).tolist()
     return found
 
 
@@ -553,16 +549,8 @@ def add_class(model: FittedModel, name: str, new: ImageDataset, real: ImageDatas
     if count < FEWEST:
         raise UsageError(f"there are {count} images of {name}, and a class needs {FEWEST}; label {FEWEST - count} more")
     density = copy.deepcopy(scorer.density).cpu()
-
-    def read(images: Tensor) -> dict[str, Tensor]:
-        embedding = scorer.embed(images.to(compute.device))
-        early = {} if embedding.early is None else {"early": embedding.early}
-        return {"inputs": embedding.density_input, "p": scorer.score(embedding).probabilities, **early}
-
-    each = {"new": new, "real": real}
-    batches = ({of: batch.images} for of, data in each.items() for batch in track_images(data, compute, f"{of} images"))
-    of_new, of_real = by_transform(batches, read).values()
-    right = of_real["p"].argmax(1) == real.first_labels()
+    of_new, of_real = (_read(scorer, data, compute, f"{of} images") for of, data in (("new", new), ("real", real)))
+    right = of_real["p"].argmax(1) == of_real["labels"]
     w, old, of_right = density.coordinates(of_new["inputs"]), of_real["inputs"][right], of_real["p"][right]
     found, held, others = fit_added(name, density, w, density.coordinates(old), of_right)
 
