@@ -1,7 +1,7 @@
 """Calibrate a model on images that nothing was chosen on, through the path that serves.
 
 A fit calibrates a :class:`.Scorer` (:func:`calibrate_scorer`); later, a fitted :class:`.Pipeline` is calibrated again
-on other images (:func:`calibrate_pipeline`).  Both run n images through the network; from scores (n,) by name and
+on other images (:func:`calibrate_again`).  Both run n images through the network; from scores (n,) by name and
 probabilities (n, K) come the task's calibration, the thresholds of its policy, and metrics of the n images, on the CPU.
 Where images stand for several others, ``weights`` (n,) says for how many.
 
@@ -93,7 +93,7 @@ from psc_core.pipeline import Pipeline, Scorer, ood_score_of
 from psc_core.scoring import dataset_outputs
 from psc_core.settings import FitSettings, settings_where
 from psc_core.stored_images import StoredImages
-from psc_core.tasks.base import BaseDecisions, Calibrated, Task
+from psc_core.tasks.base import BaseDecisions, Calibrated
 from psc_core.text import align, compose
 
 
@@ -116,16 +116,20 @@ def calibrate_scorer(
     return Pipeline(scorer, found.calibration.ood_scores, fitted_checks, layer_map, stored_images), found
 
 
-def calibrate_pipeline(
+def calibrate_again(
+    model: FittedModel,
     pipeline: Pipeline,
-    task: type[Task],
     data: ImageDataset,
-    settings: FitSettings,
+    changes: Mapping[str, Any],
+    entry: Mapping[str, Any],
     weights: Tensor | None = None,  # how many images each one stands for; None: itself alone
-    *,
-    or_higher: bool = False,  # whether a higher risk may replace one that cannot be shown
-) -> tuple[Pipeline, Calibrated]:
-    """Return a pipeline calibrated again, on ``data`` alone; everything that was chosen stays."""
+) -> tuple[FittedModel, Mapping[str, Any]]:
+    """Return ``model`` with a pipeline that is calibrated on ``data`` alone; everything that was chosen stays.
+
+    It has no version, as no bundle holds it yet, and ``entry`` in its history.  The metrics beside it are not rounded.
+    """
+    task, settings = type(model.task), settings_of(model, changes)
+    or_higher = "risk" not in changes  # whether a higher risk may replace one that cannot be shown
     images = len(data) if weights is None else effective_count(weights)
     task.check(settings.changed({"risk": None}) if or_higher else settings, images)
     check_rates(images, alpha=settings.alpha, coverage=settings.coverage)
@@ -136,22 +140,14 @@ def calibrate_pipeline(
         values = torch.stack([value[equal_scores(value, weights)] for value in each])
         checks = checks.calibrated_on(values)
     ood_score, _ = ood_score_of(scored.scores, checks)
-    calibrated = task.calibrate(scored, ood_score, data, settings, weights, or_higher=or_higher)
-    scores = calibrated.calibration.ood_scores
-    return pipeline.with_scorer(pipeline.scorer, scores=scores, checks=checks), calibrated
-
-
-def with_calibration(
-    model: FittedModel, pipeline: Pipeline, found: Calibrated, data: ImageDataset, entry: Mapping[str, Any]
-) -> FittedModel:
-    """Return ``model`` with a pipeline that was calibrated again, and no version: no bundle holds it yet."""
+    found = task.calibrate(scored, ood_score, data, settings, weights, or_higher=or_higher)
     before = {name: value for name, value in model.report.get("metrics", {}).items() if name != WITHOUT_IMAGE}
     metrics = {**before, **found.metrics}  # A width that is asked for is not the calibration's.
     provenance = model.report.get("provenance", {})
     entry = {"from": model.version, "psc_version": __version__, **entry}
-    return replace(
+    calibrated = replace(
         model,
-        pipeline=pipeline,
+        pipeline=pipeline.with_scorer(pipeline.scorer, scores=found.calibration.ood_scores, checks=checks),
         calibration=found.calibration,
         policy=found.policy,
         report={
@@ -162,6 +158,7 @@ def with_calibration(
         version="",
         trial=trial_of(data),
     )
+    return calibrated, found.metrics
 
 
 def warn_of_policy(policy: BasePolicy, metrics: Mapping[str, Any]) -> None:
@@ -638,9 +635,6 @@ def recalibrate_from_sample(
             learnt = learn(pipeline, *unknown, real, settings.compute(), mixed=makes_mixed(model))
             pipeline, calibrates = learnt.pipeline, rest
             lines += [learnt.table(), learnt.found(settings.alpha)]
-    pipeline, calibrated = calibrate_pipeline(
-        pipeline, type(model.task), calibrates.of_class, settings, calibrates.weights, or_higher="risk" not in changes
-    )
     entry = {
         "days": list(sample.days),
         "labels": len(sample.of_class),
@@ -653,9 +647,9 @@ def recalibrate_from_sample(
         **({} if learnt is None else {REVIEWED: learnt.to_json()}),
     }
     wide = model if named is None else named[0]
-    found = with_calibration(wide, pipeline, calibrated, calibrates.of_class, entry)
-    policy = calibrated.policy
-    lines = [policy.headline(calibrated.metrics), *lines]
+    found, metrics = calibrate_again(wide, pipeline, calibrates.of_class, changes, entry, calibrates.weights)
+    policy = found.policy
+    lines = [policy.headline(metrics), *lines]
     promised, shown = (each.largest_error_rate() for each in (model.policy, policy))
     if promised is not None and shown is not None and promised < shown:
         lines[0] = lines[0] if added is None else added.explained(lines[0])

@@ -31,7 +31,7 @@ from psc_core.calibrate import (
     CHOOSES,
     FEWEST_TO_CHOOSE,
     add_class,
-    calibrate_pipeline,
+    calibrate_again,
     calibrate_scorer,
     draw_quarter,
     learn,
@@ -39,7 +39,6 @@ from psc_core.calibrate import (
     settings_of,
     trial_of,
     warn_of_policy,
-    with_calibration,
     with_class,
 )
 from psc_core.checks import REVIEWED
@@ -297,13 +296,11 @@ def _calibrated(
     changes: Mapping[str, Any],
     entry: Mapping[str, Any] = MappingProxyType({}),
 ) -> FittedModel:
-    pipeline, calibrated = calibrate_pipeline(
-        pipeline, type(model.task), data, settings_of(model, changes), or_higher="risk" not in changes
-    )
-    warn_of_policy(calibrated.policy, calibrated.metrics)
     count = len(data)
     numbers = {"labels": count, "calibrated_on": count, "effective_sample_size": count, "sha256": data.digest()}
-    return with_calibration(model, pipeline, calibrated, data, {**numbers, **entry})
+    found, metrics = calibrate_again(model, pipeline, data, changes, {**numbers, **entry})
+    warn_of_policy(found.policy, metrics)
+    return found
 
 
 def _named_by(net: nn.Module, train: ImageDataset) -> ImageDataset:
