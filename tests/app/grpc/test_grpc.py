@@ -67,10 +67,14 @@ def channel_to(app: Running) -> Any:
     return grpc.aio.insecure_channel(f"127.0.0.1:{app.service.settings.grpc_port}")
 
 
-async def error_of(call: Any) -> Any:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+async def refused(call: Any, code: str) -> Any:
+    """The error of a call, which has this code."""
+    with pytest.raises((grpc.aio.AioRpcError, InferenceServerException)) as caught:
         await call
-    return caught.value
+    error = caught.value
+    found = error.status() if isinstance(error, InferenceServerException) else str(error.code())
+    assert found == f"StatusCode.{code}", str(error)
+    return error
 
 
 async def test_an_api_key_is_asked_for_before_the_message_is_read() -> None:
@@ -78,8 +82,7 @@ async def test_an_api_key_is_asked_for_before_the_message_is_read() -> None:
         assert await client.is_server_ready()  # Probes need none.
         for method, key in (("ModelInfer", ""), ("ModelMetadata", ""), ("RepositoryModelLoad", "secret")):
             call = channel.stream_unary(PREFIX + method)(Silence(), metadata=[("x-api-key", key)])
-            error = await error_of(call)
-            assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+            await refused(call, "UNAUTHENTICATED")
         for headers in ({"x-api-key": "secret"}, {"authorization": "Bearer secret"}):
             await client.infer("m", [raw(GREY)], headers=headers)
         assert await app.metric('psc_rejected_total{reason="unauthorized"}') == 3
@@ -119,20 +122,16 @@ async def test_calls_that_send_nothing_stop_no_others() -> None:
 
 async def test_rejects_a_message_that_is_too_large() -> None:
     async with calling(max_body_bytes=10_000) as (_, client):
-        with pytest.raises(triton.InferenceServerException) as caught:
-            await client.infer("m", [encoded(bytes(10_000))])
-        assert caught.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+        await refused(client.infer("m", [encoded(bytes(10_000))]), "RESOURCE_EXHAUSTED")
         await client.infer("m", [encoded(png(3))])
     async with calling() as (app, _), channel_to(app) as channel:
         message = METHODS["ModelReady"][0](name="m" * 100_000).SerializeToString()  # Of one without images.
-        error = await error_of(channel.unary_unary(PREFIX + "ModelReady")(message))
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await refused(channel.unary_unary(PREFIX + "ModelReady")(message), "RESOURCE_EXHAUSTED")
 
 
 async def test_a_message_must_arrive_in_time() -> None:
     async with calling(upload_seconds=0.1) as (app, _), channel_to(app) as channel:
-        error = await error_of(channel.stream_unary(PREFIX + "ModelInfer")(Silence()))
-        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await refused(channel.stream_unary(PREFIX + "ModelInfer")(Silence()), "DEADLINE_EXCEEDED")
         assert await app.metric('psc_rejected_total{reason="slow-upload"}') == 1
 
 
@@ -164,8 +163,7 @@ async def test_overload_says_when_to_come_back() -> None:
         waiting.append(asyncio.ensure_future(client.infer("m", [raw(GREY)])))
         await until(lambda: app.pending == 1)
         async with channel_to(app) as channel:
-            error = await error_of(channel.unary_unary(PREFIX + "ModelInfer")(infer_message()))
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            error = await refused(channel.unary_unary(PREFIX + "ModelInfer")(infer_message()), "RESOURCE_EXHAUSTED")
         assert int(dict(error.trailing_metadata())["retry-after"]) >= 1
         assert "traceresponse" in dict(error.trailing_metadata())
         app.model.pipeline.check.set()
@@ -200,8 +198,7 @@ async def test_calls_are_counted_and_traced_as_requests() -> None:
         metrics = (await app.client.get("/metrics", headers={"host": "example.org"})).text
         assert f'psc_request_seconds_count{{route="{PREFIX}ModelInfer",status="200"}} 1.0' in metrics
         assert 'psc_predictions_total{label="dark",model="m"} 1.0' in metrics
-        error = await error_of(channel.unary_unary(PREFIX + "ModelStreamInfer")(b""))
-        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        await refused(channel.unary_unary(PREFIX + "ModelStreamInfer")(b""), "UNIMPLEMENTED")
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -215,10 +212,8 @@ async def test_what_fails_outside_the_routes_stays_inside(monkeypatch: pytest.Mo
             raise RuntimeError("a secret")
 
         monkeypatch.setattr("app.http.middleware.ProblemResponses.__call__", fail)
-        with pytest.raises(triton.InferenceServerException) as caught:
-            await client.infer("m", [raw(GREY)])
-        assert caught.value.status() == "StatusCode.INTERNAL"
-        assert "secret" not in caught.value.message()
+        error = await refused(client.infer("m", [raw(GREY)]), "INTERNAL")
+        assert "secret" not in error.message()
 
 
 @pytest.mark.thorough
@@ -314,7 +309,7 @@ async def test_inference_is_that_of_rest() -> None:
 
 async def call(app: Running, method: str, **members: Any) -> Any:
     request, response = METHODS[method]
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{app.service.settings.grpc_port}") as channel:
+    async with channel_to(app) as channel:
         serialize, parse = request.SerializeToString, response.FromString
         return await channel.unary_unary(PREFIX + method, serialize, parse)(request(**members))
 
@@ -383,9 +378,7 @@ GOOD = {"model_name": "m", "inputs": [IMAGES], "raw_input_contents": [bytes(64)]
 )
 async def test_rejects_what_rest_rejects(members: dict[str, Any], code: str) -> None:
     async with calling(max_images_per_request=4) as (app, _):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(app, "ModelInfer", **members)
-        assert caught.value.code().name == code, caught.value.details()
+        await refused(call(app, "ModelInfer", **members), code)
 
 
 async def test_the_access_log_has_the_address(caplog: pytest.LogCaptureFixture) -> None:
@@ -413,24 +406,20 @@ async def test_the_pings_of_a_client_end_no_calls(monkeypatch: pytest.MonkeyPatc
 async def test_a_long_detail_leaves_the_code() -> None:
     async with calling() as (app, _):
         for letter in "a\u00e9\U0001f600" * 10:  # gRPC drops now and then what is too long.
-            error = await error_of(call(app, "ModelReady", name=letter * 1500))
-            assert error.code() is grpc.StatusCode.NOT_FOUND
+            error = await refused(call(app, "ModelReady", name=letter * 1500), "NOT_FOUND")
             assert error.details().startswith(f"no model '{letter}")
 
 
 async def test_rejects_bytes_that_are_no_message() -> None:
-    async with calling() as (app, _):
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{app.service.settings.grpc_port}") as channel:
-            with pytest.raises(grpc.aio.AioRpcError):
-                await channel.unary_unary(PREFIX + "ModelInfer")(b"\xff\xff")
+    async with calling() as (app, _), channel_to(app) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary(PREFIX + "ModelInfer")(b"\xff\xff")
         assert await app.metric('psc_rejected_total{reason="malformed"}') == 1
 
 
 async def test_the_repository() -> None:
     async with calling({"m": FakeModel(), "other": FakeModel()}, admin_keys="root") as (app, client):
-        with pytest.raises(InferenceServerException) as caught:
-            await client.unload_model("other")
-        assert caught.value.status() == "StatusCode.UNAUTHENTICATED"
+        await refused(client.unload_model("other"), "UNAUTHENTICATED")
         await client.unload_model("other", headers={"x-api-key": "root"})
         index = await client.get_model_repository_index()
         assert {each.name: (each.state, each.reason) for each in index.models} == {
@@ -447,14 +436,13 @@ async def test_a_load_takes_no_other_bundle() -> None:
     async with calling(admin_keys="root") as (app, client):
         root = {"x-api-key": "root"}
         for options in ({"config": "{}"}, {"config": "{}", "files": {"file:1/model.onnx": b"A"}}):
-            with pytest.raises(InferenceServerException, match="is not supported by this server") as caught:
-                await client.load_model("m", headers=root, **options)
-            assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+            error = await refused(client.load_model("m", headers=root, **options), "INVALID_ARGUMENT")
+            assert "is not supported by this server" in str(error)
         for method in ("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"):
             message = METHODS[method][0](repository_name="other").SerializeToString()
             async with channel_to(app) as channel:
-                error = await error_of(channel.unary_unary(PREFIX + method)(message, metadata=tuple(root.items())))
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "repository_name" in error.details()
+                loading = channel.unary_unary(PREFIX + method)(message, metadata=tuple(root.items()))
+                assert "repository_name" in (await refused(loading, "INVALID_ARGUMENT")).details()
         assert await app.metric('psc_reloads_total{model="m",result="ok"}') == 0
         await client.load_model("m", headers=root)
 
@@ -467,9 +455,11 @@ class Calls:
         self.go = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
 
-    def start(self, client: str, count: int = 1) -> list[asyncio.Task[None]]:
+    async def start(self, client: str, count: int = 1) -> list[asyncio.Task[None]]:
+        """Calls of a client, once each has its place or waits for one."""
         started = [asyncio.ensure_future(self._hold(client)) for _ in range(count)]
         self.tasks += started
+        await settled()
         return started
 
     async def _hold(self, client: str) -> None:
@@ -495,19 +485,16 @@ async def calls(count: int, seconds: float = 1e6) -> AsyncIterator[Calls]:
 
 async def test_a_client_leaves_places_to_others() -> None:
     async with calls(8) as held:
-        held.start("greedy", 8)
-        await settled()
+        await held.start("greedy", 8)
         assert held.holding == ["greedy"] * 6
-        held.start("modest", 2)
-        await settled()
+        await held.start("modest", 2)
         assert sorted(held.holding) == ["greedy"] * 6 + ["modest"] * 2
 
 
 async def test_who_waits_gets_the_place_of_one_who_leaves() -> None:
     async with calls(1) as held:
-        (first,) = held.start("a")
-        held.start("b")
-        await settled()
+        (first,) = await held.start("a")
+        await held.start("b")
         assert held.holding == ["a"]
         first.cancel()
         await settled()
@@ -517,13 +504,12 @@ async def test_who_waits_gets_the_place_of_one_who_leaves() -> None:
 async def test_the_silent_give_up_when_others_wait() -> None:
     async with calls(4) as held:
         with clock() as advance:
-            greedy = held.start("greedy", 3)
-            (other,) = held.start("other")
-            await settled()
+            greedy = await held.start("greedy", 3)
+            (other,) = await held.start("other")
             advance(2 * MESSAGE_SECONDS)
             await settled()
             assert len(held.holding) == 4  # Nobody waits: they are left alone.
-            held.start("late")
+            await held.start("late")
             await until(lambda: "late" in held.holding)
             with pytest.raises(TooManyRequests):
                 await greedy[0]
@@ -533,9 +519,8 @@ async def test_the_silent_give_up_when_others_wait() -> None:
 async def test_a_waiting_one_that_leaves_spares_the_others() -> None:
     async with calls(1) as held:
         with clock() as advance:
-            (first,) = held.start("a")
-            (late,) = held.start("b")
-            await settled()
+            (first,) = await held.start("a")
+            (late,) = await held.start("b")
             late.cancel()
             await settled()
             advance(2 * MESSAGE_SECONDS)
@@ -546,10 +531,9 @@ async def test_a_waiting_one_that_leaves_spares_the_others() -> None:
 async def test_who_could_have_no_place_takes_none_from_others() -> None:
     async with calls(4) as held:
         with clock() as advance:
-            held.start("greedy", 3)
-            (other,) = held.start("other")
-            held.start("greedy", 3)
-            await settled()
+            await held.start("greedy", 3)
+            (other,) = await held.start("other")
+            await held.start("greedy", 3)
             for _ in range(2):
                 advance(2 * MESSAGE_SECONDS)
                 await settled()
@@ -561,9 +545,8 @@ async def test_who_waits_comes_before_those_of_clients_with_more(monkeypatch: py
     monkeypatch.setattr("app.grpc.MESSAGE_SECONDS", 0.2)
     async with calls(8) as held:
         for greedy in ("a", "b"):
-            held.start(greedy, 50)
-        held.start("modest")
-        await settled()
+            await held.start(greedy, 50)
+        await held.start("modest")
         assert len(held.holding) == 8 and "modest" not in held.holding
         await until(lambda: "modest" in held.let_in)
         assert held.let_in.index("modest") == 8  # The first of those that waited.
@@ -571,9 +554,8 @@ async def test_who_waits_comes_before_those_of_clients_with_more(monkeypatch: py
 
 async def test_a_call_that_ends_while_others_are_let_in_ends_alone() -> None:
     async with calls(1) as held:
-        (first,) = held.start("a")
-        late, last = held.start("b", 2)
-        await settled()
+        (first,) = await held.start("a")
+        late, last = await held.start("b", 2)
         late.cancel()  # And has not had its turn when the place becomes free.
         first.cancel()
         await settled()
@@ -585,8 +567,8 @@ async def test_who_only_waits_is_told_so(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("app.grpc.MESSAGE_SECONDS", 3600)
     async with calls(1, 0.3) as held:
         held.places._grace = 3600.0
-        (first,) = held.start("a")
-        (late,) = held.start("b")
+        (first,) = await held.start("a")
+        (late,) = await held.start("b")
         with pytest.raises(TooManyRequests):
             await late
         assert not first.done()
@@ -595,8 +577,7 @@ async def test_who_only_waits_is_told_so(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_too_many_that_wait_are_refused() -> None:
     async with calls(1) as held:
         for client, count in (("a", 1 + MAX_WAITING * 3 // 4), ("b", MAX_WAITING // 4)):
-            held.start(client, count)
-            await settled()
+            await held.start(client, count)
             with pytest.raises(TooManyRequests):
                 async with held.places.place("a" if client == "a" else "c"):
                     pytest.fail("was let in")
