@@ -17,7 +17,7 @@ from app.errors import NotReady, TooManyRequests
 from app.memory import COPIES, PIXEL_BYTES, MemoryBudget, process_memory
 from tests.app.fakes import png
 from tests.app.http.support import check_predictions, check_problem
-from tests.app.support import PNG, running, until
+from tests.app.support import PNG, Running, running, until
 
 
 def budget(total: int = 1000, *, max_pixels: int = 25) -> MemoryBudget:
@@ -280,24 +280,23 @@ def test_freed_memory_is_returned_once_much_less_is_held(monkeypatch: pytest.Mon
 
 
 @pytest.mark.anyio
-async def test_readiness_falls_and_work_is_refused_while_memory_is_short() -> None:
-    async with running() as app:
-        real = app.service.memory.process_bytes
-        app.service.memory.process_bytes = 1 << 20
+async def test_readiness_falls_and_work_is_refused_while_memory_is_short(app: Running) -> None:
+    real = app.service.memory.process_bytes
+    app.service.memory.process_bytes = 1 << 20
 
-        async def ready(status: int) -> httpx.Response:
-            answer: httpx.Response = await app.client.get("/readyz")
-            while answer.status_code != status:
-                await asyncio.sleep(0.01)
-                answer = await app.client.get("/readyz")
-            return answer
+    async def ready(status: int) -> httpx.Response:
+        answer: httpx.Response = await app.client.get("/readyz")
+        while answer.status_code != status:
+            await asyncio.sleep(0.01)
+            answer = await app.client.get("/readyz")
+        return answer
 
-        assert "MiB of memory" in (await ready(503)).json()["reasons"]["service"]
-        check_problem(await app.client.post("/predict", content=png(3), headers=PNG), 503, "not-ready")
-        assert (await app.client.get("/healthz")).status_code == 200
-        app.service.memory.process_bytes = real
-        await ready(200)
-        check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
+    assert "MiB of memory" in (await ready(503)).json()["reasons"]["service"]
+    check_problem(await app.client.post("/predict", content=png(3), headers=PNG), 503, "not-ready")
+    assert (await app.client.get("/healthz")).status_code == 200
+    app.service.memory.process_bytes = real
+    await ready(200)
+    check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
 
 
 @pytest.mark.anyio

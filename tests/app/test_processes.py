@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ from app.processes import EngineHost, FrontCalls
 from app.service import ApiKeys, Service
 from app.settings import Settings
 from tests.app.fakes import POISON, PREPROCESS, png
-from tests.app.support import PNG, running, until
+from tests.app.support import PNG, Running, until
 from tests.app.test_server import connect, whole
 from tests.served import GUARD_SECONDS, HTTP, Server, is_alive, serve_fake
 
@@ -436,21 +436,30 @@ async def test_every_request_of_many_clients_gets_its_own_answer(server: Server)
         await asyncio.gather(*(ask(client, number) for number in range(150)))
 
 
+async def live(front: Front, before_the_end: Callable[[], Awaitable[None]] | None = None) -> list[str]:
+    """What a front says when it is told to start and, after something else, to end."""
+    asked, said = iter(["lifespan.startup", "lifespan.shutdown"]), list[str]()
+
+    async def receive() -> dict[str, Any]:
+        kind = next(asked)
+        if kind == "lifespan.shutdown" and before_the_end is not None:
+            await before_the_end()
+        return {"type": kind}
+
+    async def send(message: Any) -> None:
+        said.append(message["type"])
+
+    await front({"type": "lifespan"}, receive, send)
+    return said
+
+
 @pytest.mark.anyio
 async def test_a_front_that_is_to_end_waits_for_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.front._MEET_SECONDS", None)  # without limit
     place = Place.make(0, 1 << 16)
     front = Front(Settings(), KEYS, Board(1), place, on_start=lambda: front.stop_waiting())
-    asked, said = iter(["lifespan.startup", "lifespan.shutdown"]), []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": next(asked)}
-
-    async def send(message: Any) -> None:
-        said.append(message["type"])
-
     async with asyncio.timeout(GUARD_SECONDS):
-        await front({"type": "lifespan"}, receive, send)
+        said = await live(front)
     place.close()
     assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
@@ -468,20 +477,13 @@ async def test_a_front_without_a_file_descriptor_still_says_that_it_is_alive(mon
 
     monkeypatch.setattr("app.front.resident_bytes", measure)
     front = Front(Settings(), KEYS, board, place, on_start=lambda: front.stop_waiting())
-    asked = iter(["lifespan.startup", "lifespan.shutdown"])
 
-    async def receive() -> dict[str, Any]:
-        kind = next(asked)
-        if kind == "lifespan.shutdown":
-            await until(lambda: measured > 1, GUARD_SECONDS)
-            failed = float(board.beats[0])
-            await until(lambda: board.beats[0] > failed, GUARD_SECONDS)
-        return {"type": kind}
+    async def beats() -> None:
+        await until(lambda: measured > 1, GUARD_SECONDS)
+        failed = float(board.beats[0])
+        await until(lambda: board.beats[0] > failed, GUARD_SECONDS)
 
-    async def send(_: Any) -> None:
-        pass
-
-    await front({"type": "lifespan"}, receive, send)
+    await live(front, beats)
     place.close()
 
 
@@ -491,20 +493,16 @@ async def test_a_front_whose_parent_and_engine_were_killed_answers(monkeypatch: 
     front = Front(Settings(), KEYS, board, place, on_start=lambda: None)
     came: deque[Any] = deque()
     engine = Channel(place.engine, came.append)
-    asked = iter(["lifespan.startup", "lifespan.shutdown"])
 
-    async def receive() -> dict[str, Any]:
-        kind = next(asked)
-        if kind == "lifespan.shutdown":
-            scope = {"type": "http", "method": "GET", "path": "/model", "headers": [], "query_string": b""}
-            asking = asyncio.create_task(front(scope, nothing, send))
-            await until(lambda: any(message[0] == CALL for message in came), GUARD_SECONDS)
-            board.beats[-1] = time.monotonic() - 60  # A parent would notice.
-            await asyncio.sleep(0.2)
-            assert not statuses
-            front.is_orphan = True
-            await asyncio.wait_for(asking, GUARD_SECONDS)
-        return {"type": kind}
+    async def ask() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/model", "headers": [], "query_string": b""}
+        asking = asyncio.create_task(front(scope, nothing, send))
+        await until(lambda: any(message[0] == CALL for message in came), GUARD_SECONDS)
+        board.beats[-1] = time.monotonic() - 60  # A parent would notice.
+        await asyncio.sleep(0.2)
+        assert not statuses
+        front.is_orphan = True
+        await asyncio.wait_for(asking, GUARD_SECONDS)
 
     async def nothing() -> dict[str, Any]:
         await asyncio.sleep(GUARD_SECONDS)
@@ -515,7 +513,7 @@ async def test_a_front_whose_parent_and_engine_were_killed_answers(monkeypatch: 
             statuses.append(message["status"])
 
     engine.send(MODELS, board.engine, [], [])
-    await front({"type": "lifespan"}, receive, send)
+    await live(front, ask)
     engine.close()
     place.close()
     assert statuses == [503]
@@ -546,32 +544,31 @@ async def test_a_front_alone_answers_as_the_application_does() -> None:
 
 @pytest.mark.anyio
 async def test_a_new_front_ends_the_requests_whose_images_are_in_its_memory(
-    device_thread: None, monkeypatch: pytest.MonkeyPatch
+    device_thread: None, monkeypatch: pytest.MonkeyPatch, app: Running
 ) -> None:
-    async with running() as app:
-        place = Place.make(0, 1 << 16)
-        calls, front = FrontCalls(app.app, place, 1), Channel(place.front, lambda _: None)
-        monkeypatch.setattr("app.service.SWEEP_SECONDS", GUARD_SECONDS)
-        await asyncio.sleep(0.1)  # From now on nobody looks for clients that have left.
-        app.model.pipeline.check.clear()
-        steps = len(app.model.pipeline.sizes)
+    place = Place.make(0, 1 << 16)
+    calls, front = FrontCalls(app.app, place, 1), Channel(place.front, lambda _: None)
+    monkeypatch.setattr("app.service.SWEEP_SECONDS", GUARD_SECONDS)
+    await asyncio.sleep(0.1)  # From now on nobody looks for clients that have left.
+    app.model.pipeline.check.clear()
+    steps = len(app.model.pipeline.sizes)
 
-        def ask(number: int) -> None:
-            shape, query = (1, *PREPROCESS.shape), QUERY().model_dump(exclude_none=True)
-            taken = Taken(None, app.model.version, shape, 0, ((1, None, number),), query, time.monotonic(), 0.0)
-            about = {"type": "http", "method": "POST", "path": "/predict"}
-            front.send(CALL, number, 1, about, [], time.perf_counter(), tuple(taken), None)
+    def ask(number: int) -> None:
+        shape, query = (1, *PREPROCESS.shape), QUERY().model_dump(exclude_none=True)
+        taken = Taken(None, app.model.version, shape, 0, ((1, None, number),), query, time.monotonic(), 0.0)
+        about = {"type": "http", "method": "POST", "path": "/predict"}
+        front.send(CALL, number, 1, about, [], time.perf_counter(), tuple(taken), None)
 
-        ask(1)
-        await until(lambda: len(app.model.pipeline.sizes) > steps)
-        ask(2)
-        await until(lambda: app.pending == 1)
-        front.send(HELLO)
-        await until(lambda: app.pending == 0)
-        await until(lambda: app.service.inflight == 0)
-        front.close()
-        calls.close()
-        place.close()
+    ask(1)
+    await until(lambda: len(app.model.pipeline.sizes) > steps)
+    ask(2)
+    await until(lambda: app.pending == 1)
+    front.send(HELLO)
+    await until(lambda: app.pending == 0)
+    await until(lambda: app.service.inflight == 0)
+    front.close()
+    calls.close()
+    place.close()
 
 
 def test_an_engine_counts_as_ready_before_any_answer_says_so() -> None:

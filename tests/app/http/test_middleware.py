@@ -14,7 +14,7 @@ from app.tracing import current_trace
 from psc_core.errors import UndecodableImage
 from tests.app.fakes import png
 from tests.app.http.support import check_predictions, check_problem, hold
-from tests.app.support import PNG, running
+from tests.app.support import PNG, Running, running
 
 pytestmark = pytest.mark.anyio
 
@@ -104,17 +104,27 @@ async def test_a_compressed_body_is_refused_before_it_is_read(coding: str) -> No
         assert (await app.client.get("/healthz", headers=headers)).status_code == 200
 
 
-@pytest.mark.parametrize("coding", ["identity", "Identity", "", "identity, identity"])
-async def test_a_body_that_says_it_is_not_compressed_is_read(coding: str) -> None:
-    async with running() as app:
-        response = await app.client.post("/predict", content=png(3), headers={**PNG, "content-encoding": coding})
-        check_predictions(response, [3])
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        *(("content-encoding", value, 200) for value in ("identity", "Identity", "", "identity, identity")),
+        *(("content-length", value, 200) for value in ("x", "-1", "", "0" * 5000)),
+        *(("content-length", value, 413) for value in ("0" * 5000 + "1001", "9" * 20, "9" * 5000)),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+async def test_what_headers_say_of_a_body_in_any_form(name: str, value: str, status: int) -> None:
+    """Python refuses to read numbers of more than 4,300 digits, and servers let them through."""
+    async with running(max_body_bytes=1000) as app:
+        response = await app.client.post("/predict", content=png(3), headers={**PNG, name: value})
+        assert response.status_code == status
+        if status == 200:
+            check_predictions(response, [3])
 
 
-async def test_each_line_of_content_encoding_counts() -> None:
-    async with running() as app:
-        lines = [*PNG.items(), ("content-encoding", "identity"), ("content-encoding", "br")]
-        check_problem(await app.client.post("/predict", content=b"", headers=lines), 415, "unsupported-encoding")
+async def test_each_line_of_content_encoding_counts(app: Running) -> None:
+    lines = [*PNG.items(), ("content-encoding", "identity"), ("content-encoding", "br")]
+    check_problem(await app.client.post("/predict", content=b"", headers=lines), 415, "unsupported-encoding")
 
 
 async def test_a_large_body_without_room_is_not_read() -> None:
@@ -129,32 +139,15 @@ async def test_a_large_body_without_room_is_not_read() -> None:
         check_predictions(await app.client.post("/predict", content=png(3), headers=PNG), [3])
 
 
-@pytest.mark.parametrize(
-    ("length", "status"),
-    [
-        *((length, 200) for length in ("x", "-1", "", "0" * 5000)),
-        *((length, 413) for length in ("0" * 5000 + "1001", "9" * 20, "9" * 5000)),
-    ],
-    ids=lambda value: str(value)[:9],
-)
-async def test_announced_length_of_any_form(length: str, status: int) -> None:
-    """Python refuses to read numbers of more than 4,300 digits, and servers let them through."""
-    async with running(max_body_bytes=1000) as app:
-        response = await app.client.post("/predict", content=png(3), headers={**PNG, "content-length": length})
-        assert response.status_code == status
+async def test_an_internal_error_tells_the_client_nothing(caplog: pytest.LogCaptureFixture, app: Running) -> None:
+    def explode(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("secret detail")
 
-
-async def test_an_internal_error_tells_the_client_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async with running() as app:
-
-        def explode(*_: Any, **__: Any) -> Any:
-            raise RuntimeError("secret detail")
-
-        object.__setattr__(app.service.registry.get(), "predict", explode)
-        response = await app.client.post("/predict", content=png(1), headers=PNG)
-        check_problem(response, 500, "internal")
-        assert "secret" not in response.text
-        assert "secret detail" in caplog.text
+    object.__setattr__(app.service.registry.get(), "predict", explode)
+    response = await app.client.post("/predict", content=png(1), headers=PNG)
+    check_problem(response, 500, "internal")
+    assert "secret" not in response.text
+    assert "secret detail" in caplog.text
 
 
 SCOPE = {"type": "http", "path": "/predict", "headers": []}
@@ -177,19 +170,18 @@ async def send_through(*messages: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", ["/predict", "/models/m/predict", "/predict?top_k=2"])
-async def test_every_way_to_predict_answers_and_counts_alike(path: str) -> None:
-    async with running() as app:
-        first, second = [await app.client.post(path, content=png(7), headers=PNG) for _ in range(2)]
-        other = await app.client.post(path, content=b"?", headers=PNG)
-        route = "/models/{name}/predict" if "models" in path else "/predict"
-        counted = (await app.client.get("/metrics")).text
-        assert first.json() == second.json()
-        assert first.json()["predictions"][0]["label"] == "dark"
-        check_problem(other, 415, "unsupported-image")
-        for status, count in ((200, 2), (415, 1)):
-            assert f'psc_request_seconds_count{{route="{route}",status="{status}"}} {count}.0' in counted
-        assert (await app.client.get("/predict")).status_code == 405
-        assert (await app.client.options("/predict")).status_code == 405
+async def test_every_way_to_predict_answers_and_counts_alike(path: str, app: Running) -> None:
+    first, second = [await app.client.post(path, content=png(7), headers=PNG) for _ in range(2)]
+    other = await app.client.post(path, content=b"?", headers=PNG)
+    route = "/models/{name}/predict" if "models" in path else "/predict"
+    counted = (await app.client.get("/metrics")).text
+    assert first.json() == second.json()
+    assert first.json()["predictions"][0]["label"] == "dark"
+    check_problem(other, 415, "unsupported-image")
+    for status, count in ((200, 2), (415, 1)):
+        assert f'psc_request_seconds_count{{route="{route}",status="{status}"}} {count}.0' in counted
+    assert (await app.client.get("/predict")).status_code == 405
+    assert (await app.client.options("/predict")).status_code == 405
 
 
 @pytest.mark.parametrize("prefix", ["", "/psc"])
@@ -216,13 +208,12 @@ async def test_error_after_the_answer_is_dropped() -> None:
     assert await send_through(*messages) == messages
 
 
-async def test_unknown_paths_and_methods_are_problems_under_one_metric() -> None:
-    async with running() as app:
-        for method, path, status in (("GET", "/x", 404), ("GET", "/predict", 405), ("GET", "/" + "y" * 50, 404)):
-            response = await app.client.request(method, path)
-            assert response.status_code == status
-            assert response.headers["content-type"] == "application/problem+json"
-        assert await app.metric('psc_request_seconds_count{route="unmatched",status="404"}') == 2
+async def test_unknown_paths_and_methods_are_problems_under_one_metric(app: Running) -> None:
+    for method, path, status in (("GET", "/x", 404), ("GET", "/predict", 405), ("GET", "/" + "y" * 50, 404)):
+        response = await app.client.request(method, path)
+        assert response.status_code == status
+        assert response.headers["content-type"] == "application/problem+json"
+    assert await app.metric('psc_request_seconds_count{route="unmatched",status="404"}') == 2
 
 
 @pytest.mark.parametrize("path", ["/predict", "/models/m/predict", "/v2/models/m/infer", "/admin/reload"])

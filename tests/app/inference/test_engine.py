@@ -206,22 +206,17 @@ async def test_closing_finishes_what_was_admitted() -> None:
 
 
 @pytest.mark.usefixtures("device_thread")
-async def test_closing_gives_up_on_a_device_that_hangs() -> None:
-    async with engine() as setup:
+@pytest.mark.parametrize(
+    ("deadline_s", "within_s", "error", "message"),
+    [(10.0, 0.05, NotReady, "shutting down"), (0.05, 60.0, DeadlineExceeded, None)],
+)
+async def test_closing_waits_for_a_device_that_hangs_no_longer_than_it_or_the_deadline_says(
+    deadline_s: float, within_s: float, error: type[Exception], message: str | None
+) -> None:
+    async with engine(deadline_s=deadline_s) as setup:
         task = await hold(setup)
-        closing = asyncio.create_task(setup.engine.close(within_s=0.05))
-        with pytest.raises(NotReady, match="shutting down"):
-            await task
-        setup.network.check.set()
-        await closing
-
-
-@pytest.mark.usefixtures("device_thread")
-async def test_deadlines_are_kept_while_closing() -> None:
-    async with engine(deadline_s=0.05) as setup:
-        task = await hold(setup)
-        closing = asyncio.create_task(setup.engine.close(within_s=60))
-        with pytest.raises(DeadlineExceeded):
+        closing = asyncio.create_task(setup.engine.close(within_s=within_s))
+        with pytest.raises(error, match=message):
             await task
         setup.network.check.set()
         await closing

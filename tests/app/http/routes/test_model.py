@@ -17,7 +17,7 @@ from psc_core.answers import ClassificationResponse
 from psc_core.conformal import RANK_ROUNDING
 from tests.app.fakes import CLASSES, POISON, FakeModel, FakeValueModel, png
 from tests.app.http.support import check_predictions, check_problem
-from tests.app.support import PNG, running, until
+from tests.app.support import PNG, Running, running, until
 
 pytestmark = pytest.mark.anyio
 
@@ -152,35 +152,33 @@ async def test_not_ready_is_503_until_warm() -> None:
         check_predictions(await app.client.post("/predict", content=png(1), headers=PNG), [1])
 
 
-async def test_exactly_the_table_is_exposed() -> None:
-    async with running() as app:
-        text = (await app.client.get("/metrics")).text
-        exposed = {family.name for family in text_string_to_metric_families(text)}
-        table = {metric.name.removesuffix("_total") for metric in METRICS}
-        assert {name for name in exposed if name.startswith("psc_") and not name.endswith("_created")} == table
-        assert "process_cpu_seconds" in exposed
+async def test_exactly_the_table_is_exposed(app: Running) -> None:
+    text = (await app.client.get("/metrics")).text
+    exposed = {family.name for family in text_string_to_metric_families(text)}
+    table = {metric.name.removesuffix("_total") for metric in METRICS}
+    assert {name for name in exposed if name.startswith("psc_") and not name.endswith("_created")} == table
+    assert "process_cpu_seconds" in exposed
 
 
-async def test_counts_are_what_the_client_saw() -> None:
-    async with running() as app:
-        for value in (0, 1, 128, 250):
-            await app.client.post("/predict", content=png(value), headers=PNG)
-        await app.client.post("/predict?alpha=0.99", content=png(64, first=255), headers=PNG)
-        await app.client.post("/predict", content=png(1, first=POISON), headers=PNG)
-        await app.client.post("/predict", content=b"x", headers=PNG)
-        counts = [await app.metric(f'psc_predictions_total{{label="{name}",model="m"}}') for name in CLASSES]
-        assert sum(counts) == 5
-        assert await app.metric('psc_ood_total{model="m"}') == 0  # By the policy's alpha, not by the request's.
-        assert await app.metric('psc_abstained_total{model="m",reason="ood"}') == 1
-        assert await app.metric('psc_ood_p_value_count{model="m"}') == 5
-        assert await app.metric('psc_decode_seconds_count{model="m"}') >= 6
-        assert await app.metric('psc_batch_size_sum{model="m"}') >= 5
-        assert await app.metric('psc_request_seconds_count{route="/predict",status="200"}') == 5
-        assert await app.metric('psc_rejected_total{reason="unsupported-image"}') == 1
-        assert await app.metric('psc_queue_depth{model="m"}') == 0
-        assert await app.metric("psc_inflight_requests") == 1
-        assert await app.metric("psc_ready") == 1
-        assert await app.metric('psc_model_info{device="cpu",layer="layer3",model="m",version="v1"}') == 1
+async def test_counts_are_what_the_client_saw(app: Running) -> None:
+    for value in (0, 1, 128, 250):
+        await app.client.post("/predict", content=png(value), headers=PNG)
+    await app.client.post("/predict?alpha=0.99", content=png(64, first=255), headers=PNG)
+    await app.client.post("/predict", content=png(1, first=POISON), headers=PNG)
+    await app.client.post("/predict", content=b"x", headers=PNG)
+    counts = [await app.metric(f'psc_predictions_total{{label="{name}",model="m"}}') for name in CLASSES]
+    assert sum(counts) == 5
+    assert await app.metric('psc_ood_total{model="m"}') == 0  # By the policy's alpha, not by the request's.
+    assert await app.metric('psc_abstained_total{model="m",reason="ood"}') == 1
+    assert await app.metric('psc_ood_p_value_count{model="m"}') == 5
+    assert await app.metric('psc_decode_seconds_count{model="m"}') >= 6
+    assert await app.metric('psc_batch_size_sum{model="m"}') >= 5
+    assert await app.metric('psc_request_seconds_count{route="/predict",status="200"}') == 5
+    assert await app.metric('psc_rejected_total{reason="unsupported-image"}') == 1
+    assert await app.metric('psc_queue_depth{model="m"}') == 0
+    assert await app.metric("psc_inflight_requests") == 1
+    assert await app.metric("psc_ready") == 1
+    assert await app.metric('psc_model_info{device="cpu",layer="layer3",model="m",version="v1"}') == 1
 
 
 async def test_a_client_may_leave_its_images_out_of_what_is_monitored() -> None:

@@ -45,15 +45,14 @@ async def explanation(app: Running, image: bytes, **query: Any) -> Classificatio
     return found
 
 
-async def test_the_three_forms_give_the_same_answer() -> None:
-    async with running() as app:
-        raw = await app.client.post("/predict", content=png(60), headers=PNG)
-        multipart = await app.client.post("/predict", files=[("images", ("a.png", png(60), "image/png"))])
-        json = await app.client.post("/predict", json={"images": [b64(png(60))]})
-        check_predictions(raw, [60])
-        assert raw.json() == multipart.json() == json.json()
-        assert raw.json()["model"] == {"name": "m", "version": "v1", "layer": "layer3"}
-        assert raw.json()["policy"] == {"alpha": 0.2, "ambiguity_threshold": 0.5, "coverage": 0.9, "risk": None}
+async def test_the_three_forms_give_the_same_answer(app: Running) -> None:
+    raw = await app.client.post("/predict", content=png(60), headers=PNG)
+    multipart = await app.client.post("/predict", files=[("images", ("a.png", png(60), "image/png"))])
+    json = await app.client.post("/predict", json={"images": [b64(png(60))]})
+    check_predictions(raw, [60])
+    assert raw.json() == multipart.json() == json.json()
+    assert raw.json()["model"] == {"name": "m", "version": "v1", "layer": "layer3"}
+    assert raw.json()["policy"] == {"alpha": 0.2, "ambiguity_threshold": 0.5, "coverage": 0.9, "risk": None}
 
 
 async def test_many_images_keep_their_order() -> None:
@@ -65,20 +64,18 @@ async def test_many_images_keep_their_order() -> None:
         check_predictions(await app.client.post("/predict", json=body), values)
 
 
-async def test_decisions_follow_alpha_and_the_ambiguity_threshold() -> None:
-    async with running() as app:
+async def test_decisions_follow_alpha_and_the_ambiguity_threshold(app: Running) -> None:
+    async def decide(image: bytes, **query: Any) -> tuple[str, bool]:
+        (prediction,) = (await predict(app, image, **query))["predictions"]
+        return prediction["decision"], prediction["is_ood"]
 
-        async def decide(image: bytes, **query: Any) -> tuple[str, bool]:
-            (prediction,) = (await predict(app, image, **query))["predictions"]
-            return prediction["decision"], prediction["is_ood"]
-
-        between, stripes = png(64), pixels(0)
-        stripes[:, ::2] = 255
-        assert await decide(png(0)) == ("accept", False)
-        assert await decide(between) == ("abstain_ambiguous", False)
-        assert await decide(between, ambiguity_threshold=5) == ("accept", False)
-        assert await decide(encode(stripes)) == ("abstain_ood", True)
-        assert not (await decide(encode(stripes), alpha=0.05))[1]
+    between, stripes = png(64), pixels(0)
+    stripes[:, ::2] = 255
+    assert await decide(png(0)) == ("accept", False)
+    assert await decide(between) == ("abstain_ambiguous", False)
+    assert await decide(between, ambiguity_threshold=5) == ("accept", False)
+    assert await decide(encode(stripes)) == ("abstain_ood", True)
+    assert not (await decide(encode(stripes), alpha=0.05))[1]
 
 
 async def test_settings_override_the_bundles_policy() -> None:
@@ -89,12 +86,13 @@ async def test_settings_override_the_bundles_policy() -> None:
 
 
 @pytest.mark.parametrize(("threshold", "risk"), [(-1.0, None), (0.0, 0.05), (0.5, 0.05 + 0.25 * 49 / 98), (8.0, 0.3)])
-async def test_an_answer_says_what_the_requests_own_threshold_keeps(threshold: float, risk: float | None) -> None:
+async def test_an_answer_says_what_the_requests_own_threshold_keeps(
+    threshold: float, risk: float | None, app: Running
+) -> None:
     """The fake has entropies 0, 1/98, …, 1 with the bounds 0.05 … 0.3."""
-    async with running() as app:
-        answer = await predict(app, png(60), ambiguity_threshold=threshold)
-        assert answer["policy"]["risk"] == (risk and pytest.approx(risk, abs=1e-6))
-        assert answer["predictions"][0]["decision"] != "accept" or threshold >= 0
+    answer = await predict(app, png(60), ambiguity_threshold=threshold)
+    assert answer["policy"]["risk"] == (risk and pytest.approx(risk, abs=1e-6))
+    assert answer["predictions"][0]["decision"] != "accept" or threshold >= 0
 
 
 @pytest.mark.parametrize(
@@ -128,37 +126,33 @@ async def test_a_regression_refuses_what_it_does_not_have(query: str) -> None:
         assert query.partition("=")[0] in check_problem(response, 400, "malformed")["detail"]
 
 
-async def test_a_model_that_is_swapped_while_the_body_arrives_is_asked_again() -> None:
-    async with running() as app:
+async def test_a_model_that_is_swapped_while_the_body_arrives_is_asked_again(app: Running) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        serve_next(app, FakeValueModel())
+        await app.service.registry.reload(None)
+        yield png(1)
 
-        async def body() -> AsyncIterator[bytes]:
-            serve_next(app, FakeValueModel())
-            await app.service.registry.reload(None)
-            yield png(1)
-
-        response = await app.client.post("/predict?top_k=2", content=body(), headers=PNG)
-        assert "top_k" in check_problem(response, 400, "malformed")["detail"]
+    response = await app.client.post("/predict?top_k=2", content=body(), headers=PNG)
+    assert "top_k" in check_problem(response, 400, "malformed")["detail"]
 
 
-async def test_top_k_replaces_the_full_list() -> None:
-    async with running() as app:
-        response = await app.client.post("/predict?top_k=2", content=png(60), headers=PNG)
-        prediction = check_predictions(response, [60])[0]
-        assert "probabilities" not in prediction and len(prediction["top"]) == 2
-        assert prediction["top"][0]["label"] == prediction["label"]
-        assert prediction["top"][0]["probability"] >= prediction["top"][1]["probability"]
-        assert len((await predict(app, png(60), top_k=99))["predictions"][0]["top"]) == len(CLASSES)
+async def test_top_k_replaces_the_full_list(app: Running) -> None:
+    response = await app.client.post("/predict?top_k=2", content=png(60), headers=PNG)
+    prediction = check_predictions(response, [60])[0]
+    assert "probabilities" not in prediction and len(prediction["top"]) == 2
+    assert prediction["top"][0]["label"] == prediction["label"]
+    assert prediction["top"][0]["probability"] >= prediction["top"][1]["probability"]
+    assert len((await predict(app, png(60), top_k=99))["predictions"][0]["top"]) == len(CLASSES)
 
 
-async def test_explain_adds_an_explanation() -> None:
-    async with running() as app:
-        found = await explanation(app, png(10))
-        assert found.nearest_class == "dark" and len(found.class_distances) == 3
-        deviations = [abs(each.deviation) for each in found.unusual_components]
-        assert deviations == sorted(deviations, reverse=True)
-        assert found.aleatoric == pytest.approx(10 / 255)
-        assert found.map is None and found.nearest is None
-        assert "explanation" not in (await predict(app, png(10), explain=False))["predictions"][0]
+async def test_explain_adds_an_explanation(app: Running) -> None:
+    found = await explanation(app, png(10))
+    assert found.nearest_class == "dark" and len(found.class_distances) == 3
+    deviations = [abs(each.deviation) for each in found.unusual_components]
+    assert deviations == sorted(deviations, reverse=True)
+    assert found.aleatoric == pytest.approx(10 / 255)
+    assert found.map is None and found.nearest is None
+    assert "explanation" not in (await predict(app, png(10), explain=False))["predictions"][0]
 
 
 async def test_a_map_shows_where_an_image_is_unusual() -> None:
@@ -191,72 +185,55 @@ async def test_models_are_served_by_name() -> None:
         check_problem(await app.client.post("/models/third/predict"), 404, "unknown-model")
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"", b"{", b"[]", b"{}", b'{"images": []}', b'{"images": {}}', b'{"images": [{}]}', b'{"images": ["x"]}',
-        b'{"images": [{"b64": 3}]}', b'{"images": [{"b64": "?"}]}', b'{"images": [{"b64": "QQ"}]}',
-        b'{"images": [{"b64": "QUFB", "x": 1}]}', b'{"images": [{"b64": "QUFB"}], "x": 1}', b"\xff",
-        b'{"images": [{"b64": "\xc3\xa9"}]}',
-    ],
-)  # fmt: skip
-async def test_malformed_json_is_400(body: bytes) -> None:
-    async with running() as app:
-        response = await app.client.post("/predict", content=body, headers={"content-type": "application/json"})
-        check_problem(response, 400, "malformed")
-
-
-@pytest.mark.parametrize(
-    ("content_type", "body"),
-    [
-        ("multipart/form-data", b""),
-        ("multipart/form-data; boundary=x", b"nonsense"),
-        ("multipart/form-data; boundary=x", b"--x\r\nContent-Disposition: form-data\r\n\r\nA\r\n--x--\r\n"),
-        ("multipart/form-data; boundary=x", b'--x\r\nContent-Disposition: form-data; name="images"\r\n\r\nA'),
-        ("multipart/form-data; boundary=x", b'--x\r\nContent-Disposition: form-data; name="f"\r\n\r\nA\r\n--x--\r\n'),
-        ("multipart/form-data; boundary=" + "x" * 500, b"--x"),
-        ("image/png", b""),
-    ],
-)
-async def test_malformed_bodies_are_400(content_type: str, body: bytes) -> None:
-    async with running() as app:
-        response = await app.client.post("/predict", content=body, headers={"content-type": content_type})
-        check_problem(response, 400, "malformed")
-
-
-async def test_no_field_of_a_form_is_dropped_in_silence() -> None:
-    async with running() as app:
-        files = [("images", ("a.png", png(1)))]
-        for more in ({"data": {"alpha": "0.2"}}, {"files": [*files, ("image", ("b.png", png(2)))]}):
-            answer = await app.client.post("/predict", **{"files": files, **more})
-            check_problem(answer, 400, "malformed")
-
-
-async def test_names_what_is_not_an_image() -> None:
-    async with running() as app:
-        files = [("images", ("good.png", png(1))), ("images", ("bad.txt", b"hello"))]
-        document = check_problem(await app.client.post("/predict", files=files), 415, "unsupported-image")
-        assert (document["index"], document["filename"]) == (1, "bad.txt")
-        document = check_problem(
-            await app.client.post("/predict", json={"images": [b64(png(1)), b64(b"hello")]}), 415, "unsupported-image"
-        )
-        assert document["index"] == 1
-        assert "filename" not in document
+MULTIPART = "multipart/form-data; boundary=x"
 
 
 @pytest.mark.parametrize(
     ("content_type", "body", "status", "slug"),
     [
+        *(("application/json", body, 400, "malformed") for body in (
+            b"", b"{", b"[]", b"{}", b'{"images": []}', b'{"images": {}}', b'{"images": [{}]}', b'{"images": ["x"]}',
+            b'{"images": [{"b64": 3}]}', b'{"images": [{"b64": "?"}]}', b'{"images": [{"b64": "QQ"}]}',
+            b'{"images": [{"b64": "QUFB", "x": 1}]}', b'{"images": [{"b64": "QUFB"}], "x": 1}', b"\xff",
+            b'{"images": [{"b64": "\xc3\xa9"}]}', b'{"images": [{"b64": "data:image/png;base64,QQ=="}]}',
+        )),
+        *((MULTIPART, body, 400, "malformed") for body in (
+            b"nonsense",
+            b"--x\r\nContent-Disposition: form-data\r\n\r\nA\r\n--x--\r\n",
+            b'--x\r\nContent-Disposition: form-data; name="images"\r\n\r\nA',
+            b'--x\r\nContent-Disposition: form-data; name="f"\r\n\r\nA\r\n--x--\r\n',
+        )),
+        ("multipart/form-data", b"", 400, "malformed"),
+        (MULTIPART + "x" * 500, b"--x", 400, "malformed"),
+        ("image/png", b"", 400, "malformed"),
         ("image/png", png(1, size=64)[:-30], 422, "undecodable-image"),
         ("image/png", png(1, size=64), 413, "image-too-large"),
         ("application/octet-stream", png(1), 415, "unsupported-media"),
         ("", png(1), 415, "unsupported-media"),
     ],
-)
-async def test_an_unusable_image(content_type: str, body: bytes, status: int, slug: str) -> None:
+)  # fmt: skip
+async def test_bodies_that_cannot_be_used(content_type: str, body: bytes, status: int, slug: str) -> None:
     async with running(max_pixels=64 * 64 if status == 422 else 1000) as app:
         response = await app.client.post("/predict", content=body, headers={"content-type": content_type})
         check_problem(response, status, slug)
+
+
+async def test_no_field_of_a_form_is_dropped_in_silence(app: Running) -> None:
+    files = [("images", ("a.png", png(1)))]
+    for more in ({"data": {"alpha": "0.2"}}, {"files": [*files, ("image", ("b.png", png(2)))]}):
+        answer = await app.client.post("/predict", **{"files": files, **more})
+        check_problem(answer, 400, "malformed")
+
+
+async def test_names_what_is_not_an_image(app: Running) -> None:
+    files = [("images", ("good.png", png(1))), ("images", ("bad.txt", b"hello"))]
+    document = check_problem(await app.client.post("/predict", files=files), 415, "unsupported-image")
+    assert (document["index"], document["filename"]) == (1, "bad.txt")
+    document = check_problem(
+        await app.client.post("/predict", json={"images": [b64(png(1)), b64(b"hello")]}), 415, "unsupported-image"
+    )
+    assert document["index"] == 1
+    assert "filename" not in document
 
 
 @pytest.mark.usefixtures("device_thread")
