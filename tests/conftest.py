@@ -59,6 +59,14 @@ class TinyJob:
     args: tuple[str, ...]
     net: torch.nn.Module
 
+    @property
+    def weights(self) -> str:
+        """The file of the network's weights."""
+        return self.args[self.args.index("--weights") + 1]
+
+
+Run = Callable[..., tuple[str, str]]
+
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED_BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
@@ -207,6 +215,22 @@ def neighbours_bundle(angle_job: TinyJob, tmp_path_factory: pytest.TempPathFacto
 def angle_bundle(angle_job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle that ``psc-fit`` makes of :func:`angle_job`."""
     return _bundle(tmp_path_factory, "angles", angle_job)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command line that ends with ``code``: what it says on its standard output, and on standard error."""
+
+    def run(main: Callable[[list[str]], int], *words: object, code: int = 0) -> tuple[str, str]:
+        try:
+            ended = main([*map(str, words)])
+        except SystemExit as ending:
+            ended = int(ending.code or 0)
+        out, err = capsys.readouterr()
+        assert ended == code, (out, err)
+        return out, err
+
+    return run
 
 
 @pytest.fixture

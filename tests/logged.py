@@ -1,8 +1,7 @@
 """Prediction logs for tests, written without a service."""
 
 import hashlib
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
 
 from psc_core.data.dataset import ImageDataset
 from psc_core.log.labels import Label, write_labels
 from psc_core.log.store import Log, image_path, open_log, row_schema, rows_path
+from tests.encoded import encode as png
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
@@ -43,16 +42,25 @@ class Logged:
         return hashlib.sha256(self.content).hexdigest()
 
 
-def png(pixels: np.ndarray[Any, Any]) -> bytes:
-    """A grey image (height, width) as a file."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def dimmed(data: ImageDataset, index: int) -> bytes:
     """An image of a data set with less contrast, as a file: another camera."""
     return png((0.6 * data.image(index)[0] + 40).astype(np.uint8))
+
+
+def plain(data: ImageDataset, index: int) -> bytes:
+    """An image of a data set as a file."""
+    return png(data.image(index)[0])
+
+
+def labelled(
+    data: ImageDataset, count: int, picture: Callable[[ImageDataset, int], bytes] = dimmed, sampled: int | None = None
+) -> list[Logged]:
+    """The first images of a data set with their labels or numbers; the random sample has all of them, or the first."""
+    said = data.first_labels() if data.values is None else data.values
+    return [
+        Logged(picture(data, i), "label", str(each), sampled=sampled is None or i < sampled)
+        for i, each in enumerate(said[:count].tolist())
+    ]
 
 
 def write_log(folder: Path, images: Sequence[Logged], model: str = "digits", version: str = "0" * 12) -> Log:

@@ -15,9 +15,8 @@ from psc_core.errors import UsageError
 from psc_core.export.graph import ANY_SIZE
 from psc_core.images.decode import DEFAULT_MAX_PIXELS
 from psc_core.model import load_model
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Run
 from tests.npm import write_runtime
-from tests.psc_core.cli.support import run
 
 BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
 
@@ -28,16 +27,14 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_runtime(tmp_path_factory.mktemp("npm") / "onnxruntime-web")
 
 
-def test_the_folder_has_all_that_it_asks_for(runtime: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_has_all_that_it_asks_for(runtime: Path, tmp_path: Path, run: Run) -> None:
     site = tmp_path / "site"
     words = ["--bundle", str(BUNDLE), "--out", str(site), "--for", "web", "--runtime", str(runtime)]
-    code, out, _ = run(capsys, cli.main, words)
-    assert code == 0 and f"next: python3 -m http.server --directory {site}" in out
-    code, _, err = run(capsys, cli.main, words)
-    assert code == 2 and "holds index.html and model.json and" in err
+    out, _ = run(cli.main, *words)
+    assert f"next: python3 -m http.server --directory {site}" in out
+    assert "holds index.html and model.json and" in run(cli.main, *words, code=2)[1]
     (tmp_path / "other" / "page").mkdir(parents=True)  # of another site
-    code, _, err = run(capsys, cli.main, [*words, "--out", str(tmp_path / "other")])
-    assert code == 2 and "holds page already" in err
+    assert "holds page already" in run(cli.main, *words, "--out", tmp_path / "other", code=2)[1]
     page = (site / "index.html").read_text()
     assert re.findall(r'src="(page/[^"]+js)"', page) == ["page/local.js"]  # It loads the others when it can answer.
     assert "<noscript>" not in page and 'href="metrics"' not in page  # which name what only a service has
@@ -68,21 +65,9 @@ def test_the_folder_has_all_that_it_asks_for(runtime: Path, tmp_path: Path, caps
     )  # Nobody reviews here, and the fit's machine is nobody's concern.
 
 
-def test_a_runtime_is_needed_before_anything_is_read(
-    runtime: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [
-        "--bundle",
-        str(tmp_path / "none"),
-        "--out",
-        str(tmp_path / "x"),
-        "--for",
-        "web",
-        "--runtime",
-        str(tmp_path),
-    ]
-    code, _, err = run(capsys, cli.main, words)
-    assert code == 2 and "holds no onnxruntime-web; run npm install onnxruntime-web" in err
+def test_a_runtime_is_needed_before_anything_is_read(runtime: Path, tmp_path: Path, run: Run) -> None:
+    words = ("--bundle", tmp_path / "none", "--out", tmp_path / "x", "--for", "web", "--runtime", tmp_path)
+    assert "holds no onnxruntime-web; run npm install onnxruntime-web" in run(cli.main, *words, code=2)[1]
     assert not (tmp_path / "x").exists()
     assert find_runtime(runtime / "dist") == find_runtime(runtime) == runtime / "dist"
     (tmp_path / "ort.wasm.min.mjs").touch()
@@ -123,8 +108,7 @@ def test_images_of_class_folders_are_offered(runtime: Path, tmp_path: Path) -> N
     assert not (tmp_path / "other").exists()
 
 
-def test_images_that_would_not_travel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_that_would_not_travel(tmp_path: Path, run: Run) -> None:
     for target in ("triton", "openvino", "mlflow"):
         words = ["--bundle", str(BUNDLE), "--out", str(tmp_path / "x"), "--for", target, "--images", str(tmp_path)]
-        code, _, err = run(capsys, cli.main, words)
-        assert code == 2 and f"no images travel along for {target}" in err
+        assert f"no images travel along for {target}" in run(cli.main, *words, code=2)[1]

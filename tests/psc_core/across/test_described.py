@@ -12,7 +12,7 @@ from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import in_network_order
 from psc_core.network.described import describe
 from tests import folders
-from tests.psc_core.cli.support import run
+from tests.conftest import Run
 
 FAST = ("--device", "cpu", "--minimum-dim", "4", "--no-report", "--ood-score", "density", "--coverage", "0.9")
 
@@ -61,11 +61,10 @@ def test_a_trained_network_is_right_in_its_own_order(hf_job: folders.Job) -> Non
     assert train.classes == folders.NAMES != tuple(sorted(folders.NAMES))
 
 
-def test_a_folder_of_timm_needs_no_other_flag(timm_job: folders.Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_a_folder_of_timm_needs_no_other_flag(timm_job: folders.Job, tmp_path: Path, run: Run) -> None:
     folder = Path(shutil.copytree(timm_job.model, tmp_path / "net"))
     words = ["--model", f"timm:local-dir:{folder}", "--train", str(timm_job.train), "--val", str(timm_job.val)]
-    code, out, err = run(capsys, main, [*words, *FAST, "--out", str(tmp_path / "b")])
-    assert code == 0, err
+    out, _ = run(main, *words, *FAST, "--out", tmp_path / "b")
     assert "classes are in the order of the network's outputs, by their names" in out
     assert f"preprocessing: {folders.SIZE}; alpha dropped" in out
     shutil.rmtree(folder)
@@ -79,12 +78,10 @@ def test_a_folder_of_timm_needs_no_other_flag(timm_job: folders.Job, tmp_path: P
 
     weights = str(timm_job.model / "model.safetensors")
     words = ["--bundle", str(tmp_path / "b"), "--id", str(timm_job.val), "--device", "cpu", "--weights", weights]
-    code, out, err = run(capsys, evaluate, [*words, "--train", str(timm_job.train), "--val", str(timm_job.val)])
-    assert code == 0, err
-    assert "Are the answers right?" in out
+    assert "Are the answers right?" in run(evaluate, *words, "--train", timm_job.train, "--val", timm_job.val)[0]
 
 
-def test_what_cannot_be_stored_is_told_before_a_fit(hf_job: folders.Job, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_what_cannot_be_stored_is_told_before_a_fit(hf_job: folders.Job, tmp_path: Path, run: Run) -> None:
     words = ["--model", f"hf:{hf_job.model}", "--train", str(hf_job.train), "--val", str(hf_job.val)]
-    code, out, err = run(capsys, main, [*words, *FAST, "--precision", "bf16", "--out", str(tmp_path / "b")])
-    assert code == 2 and "computes in float32" in err and "collapse" not in out
+    out, err = run(main, *words, *FAST, "--precision", "bf16", "--out", tmp_path / "b", code=2)
+    assert "computes in float32" in err and "collapse" not in out

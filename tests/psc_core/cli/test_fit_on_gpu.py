@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from psc_core.cli.fit import main
-from psc_core.data.open import open_dataset
-from psc_core.images.preprocess import PRESETS
 from psc_core.model import load_model
 from tests.conftest import TinyJob
+from tests.opened import loaded, opened
 from tests.pretend_gpu import GPU, pretend_gpu
 
 
@@ -40,13 +39,12 @@ def on_gpu(job: TinyJob, folder: Path, words: tuple[str, ...]) -> dict[str, Any]
     return fitted
 
 
-def test_a_check_is_learnt_there_as_here(tiny_bundle: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_is_learnt_there_as_here(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = cycle((0.0, 0.0, 1.0, 1.0))  # without the check and with it, however well the tiny network does
     monkeypatch.setattr("psc_core.calibrate.LARGEST_LOSS", 1.0)
     monkeypatch.setattr("psc_core.calibrate.placements", lambda of, _: torch.full((len(of),), next(turns)).double())
     digits, clothes = (
-        open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"]).subset(torch.arange(count))
-        for name, count in (("mnist", 128), ("fashion-mnist", 20))
+        opened(name).subset(torch.arange(count)) for name, count in (("mnist", 128), ("fashion-mnist", 20))
     )
     # What calibrates is equal to a score of its own, and rounding decides on which side.
     asked = next(digits.subset(torch.arange(120, 128)).batches(8)).images
@@ -58,24 +56,19 @@ def test_a_check_is_learnt_there_as_here(tiny_bundle: Path, data_root: Path, mon
         reviewed = learnt.pipeline.scorer.reviewed
         assert reviewed is not None and reviewed.directions.device == GPU
         values = learnt.compute(asked).packed
-    here = load_model(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"]).learn(
-        clothes, digits, risk=0.7
-    )
+    here = loaded(tiny_bundle).learn(clothes, digits, risk=0.7)
     torch.testing.assert_close(values, here.compute(asked).packed, rtol=1e-4, atol=1e-4)
 
 
-def test_a_class_is_added_there_as_here(tiny_bundle: Path, data_root: Path) -> None:
-    digits, clothes = (
-        open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"])
-        for name in ("mnist", "fashion-mnist")
-    )
+def test_a_class_is_added_there_as_here(tiny_bundle: Path) -> None:
+    digits, clothes = (opened(name) for name in ("mnist", "fashion-mnist"))
     digits, bags = digits.subset(torch.arange(120)), clothes.subset((clothes.first_labels() == 8).nonzero()[:20, 0])
     with pretend_gpu():
         there = load_model(tiny_bundle, device="cuda", allow_factories=["tests.tiny:network"])
         wide = there.add_class("bag", bags, digits, risk=0.7)
         assert wide.classes[-1] == "bag" and wide.device == GPU
         values = wide.compute(next(bags.batches(8)).images).packed
-    here = load_model(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    here = loaded(tiny_bundle)
     here = here.add_class("bag", bags, digits, risk=0.7)
     torch.testing.assert_close(values, here.compute(next(bags.batches(8)).images).packed, rtol=1e-3, atol=1e-3)
 

@@ -21,17 +21,17 @@ from psc_core.fit_data import FitData, FitJob
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.network.described import NetworkSpec
 from psc_core.network.weights import digest_of
-from tests.psc_core.cli.support import run
+from tests.conftest import Run, TinyJob
+from tests.opened import opened
 
 
 @pytest.mark.parametrize("flags", [[], ["--max-images", "200"], ["--dry-run"]])
-def test_rejects_training_images_as_validation(  # type: ignore[no-untyped-def]
-    tiny_job, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+def test_rejects_training_images_as_validation(
+    tiny_job: TinyJob, data_root: Path, tmp_path: Path, run: Run, flags: list[str]
 ) -> None:
     same = f"mnist:{data_root}#train"
     args = [*tiny_job.args, "--train", same, "--val", same, "--out", str(tmp_path / "b"), *flags]
-    code, printed, err = run(capsys, cli.main, args)
-    assert code == 2
+    printed, err = run(cli.main, *args, code=2)
     assert "hold some images out" in err and "layer" not in printed
 
 
@@ -136,8 +136,8 @@ def test_fits_that_are_too_noisy_still_grow() -> None:
     assert estimate.extrapolate((300, 300), (5.0, 3.0), 300) == 3.0
 
 
-def test_classes_and_speed_decide_how_many_images_are_tried(data_root: Path) -> None:
-    train = open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
+def test_classes_and_speed_decide_how_many_images_are_tried() -> None:
+    train = opened("mnist", "train")
     few, all_of_them = estimate.FIT_IMAGES[0], len(train)
     assert estimate.fit_images(0.1, train) == few
     assert estimate.fit_images(1e9, train) == min(estimate.FIT_IMAGES[1], all_of_them)
@@ -147,23 +147,19 @@ def test_classes_and_speed_decide_how_many_images_are_tried(data_root: Path) -> 
 
 @pytest.mark.parametrize(
     ("job", "flags"),
-    [
-        ("tiny_job", ["--risk", "0.05", "--density", "gda", "--layer", "0", "--pca", "50"]),
-        ("angle_job", []),
-    ],
+    [("tiny_job", ["--risk", "0.05", "--density", "gda", "--layer", "0", "--pca", "50"]), ("angle_job", [])],
 )
-def test_dry_run_writes_nothing(  # type: ignore[no-untyped-def]
-    job: str, flags: list[str], tmp_path: Path, capsys, request: pytest.FixtureRequest
+def test_dry_run_writes_nothing(
+    job: str, flags: list[str], tmp_path: Path, run: Run, request: pytest.FixtureRequest
 ) -> None:
     words = [*request.getfixturevalue(job).args, *flags, "--dry-run", "--out", str(tmp_path / "b")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(estimate, "rate", lambda *_: 1e9)  # A network so fast that all images would be tried.
-        code, out, err = run(capsys, cli.main, words)
-    assert code == 0 and "just run it, without --dry-run (nothing written)" in out and "chosen layer" not in out, err
+        out, _ = run(cli.main, *words)
+        assert "just run it, without --dry-run (nothing written)" in out and "chosen layer" not in out
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(estimate, "rate", lambda *_: 1.0)
-        code, out, err = run(capsys, cli.main, words)
-    assert code == 0, err
+        out, _ = run(cli.main, *words)
     assert "chosen layer" in out and "nothing written" in out and list(tmp_path.iterdir()) == []
-    code, _, err = run(capsys, cli.main, [*words, "--size", "32", "--cache", str(tmp_path / "nowhere")])
-    assert code == 2 and "No such file or directory" in err
+    _, err = run(cli.main, *words, "--size", "32", "--cache", tmp_path / "nowhere", code=2)
+    assert "No such file or directory" in err

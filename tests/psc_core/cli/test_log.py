@@ -2,6 +2,7 @@ import csv
 import errno
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -85,11 +86,7 @@ def test_a_full_disk_of_the_log_is_named(
     """A write alone does not say where it was, and the folder of temporary files is not to blame."""
     make_log(tmp_path / "log", 1)
     (tmp_path / "x.csv").write_text("request_id,image_index,label\nr0,0,cat\n")
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     monkeypatch.setattr("tempfile.tempdir", "/temporary")
     assert main(["import", str(tmp_path / "log"), str(tmp_path / "x.csv")]) == 1
     error = capsys.readouterr().err

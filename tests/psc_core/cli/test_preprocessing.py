@@ -29,10 +29,7 @@ DROPPED = replace(IMAGENET, background="none")
         ("--preset mnist", PRESETS["mnist"]),
         ("--size 64", replace(IMAGENET, height=64, width=64, resize=None)),
         ("--resize 232 --crop 200", replace(IMAGENET, height=200, width=200, resize=232)),
-        (
-            "--preset cifar10 --resize 40 --crop 32",
-            replace(PRESETS["cifar10"], resize=40, crop_rounding="even"),
-        ),
+        ("--preset cifar10 --resize 40 --crop 32", replace(PRESETS["cifar10"], resize=40, crop_rounding="even")),
         ("--interpolation bicubic", replace(IMAGENET, interpolation="bicubic")),
         ("--background none", replace(IMAGENET, background="none")),
         ("--preset mnist --background white", replace(PRESETS["mnist"], background="white")),
@@ -93,10 +90,7 @@ OWN = Preprocess("RGB", 96, 96, 100, (0.5,) * 3, (0.25,) * 3)
         ("--preprocess torchvision:ResNet50_Weights.IMAGENET1K_V2", replace(DROPPED, resize=232)),
         ("--size 64", replace(OWN, height=64, width=64, resize=None)),
         ("--mean 0.1 0.2 0.3", replace(OWN, mean=(0.1, 0.2, 0.3))),
-        (
-            "--preset cifar10 --resize 40 --crop 32",
-            replace(PRESETS["cifar10"], resize=40, crop_rounding="even"),
-        ),
+        ("--preset cifar10 --resize 40 --crop 32", replace(PRESETS["cifar10"], resize=40, crop_rounding="even")),
         ("--interpolation bicubic", replace(OWN, interpolation="bicubic")),
     ],
 )

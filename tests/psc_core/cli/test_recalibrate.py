@@ -12,29 +12,22 @@ import pytest
 from psc_core.bundle import read_bundle
 from psc_core.cli import log as cli
 from psc_core.data.dataset import ImageDataset
-from psc_core.data.open import open_dataset
-from psc_core.images.preprocess import PRESETS
 from psc_core.log.labels import Label, read_answers, read_labels, write_labels
 from psc_core.log.sample import read_unknown
-from psc_core.model import FittedModel, load_model
-from tests.conftest import ROOT
-from tests.logged import NOW, Logged, dimmed, png, write_log
-from tests.psc_core.cli.support import run
+from psc_core.model import FittedModel
+from tests.conftest import ROOT, Run
+from tests.logged import NOW, Logged, labelled, plain, png, write_log
+from tests.opened import loaded, opened
 
 
-def test_writes_a_new_version_beside_the_old_one(
-    tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
-    labels = digits.first_labels().tolist()
-    write_log(tmp_path / "log", [Logged(dimmed(digits, i), "label", str(labels[i])) for i in range(60)])
+def test_writes_a_new_version_beside_the_old_one(tiny_bundle: Path, tmp_path: Path, run: Run) -> None:
+    write_log(tmp_path / "log", labelled(opened("mnist"), 60))
     bundle = shutil.copytree(tiny_bundle, tmp_path / "old")
     (bundle / "examples").mkdir()
     (bundle / "examples" / "three.png").write_bytes(b"an image to try")
     words = ["--bundle", str(bundle), "--log", str(tmp_path / "log"), "--allow-factories", "tests.tiny:network"]
     out, before = tmp_path / "new", json.loads((bundle / "manifest.json").read_text())
-    code, text, err = run(capsys, cli.recalibrate_main, [*words, "--risk", "auto", "--alpha", "0.1", "--out", str(out)])
-    assert code == 0, err
+    text, _ = run(cli.recalibrate_main, *words, "--risk", "auto", "--alpha", "0.1", "--out", out)
     manifest = read_bundle(out).manifest
     assert f"wrote {out} (version {manifest.version}, from {before['version']})" in text
     assert "60 reviewed: 60 of a class" in text and "next: psc-serve --bundle" in text
@@ -46,37 +39,29 @@ def test_writes_a_new_version_beside_the_old_one(
     assert json.loads((bundle / "manifest.json").read_text()) == before
     for part in ("backbone", "projection", "density", "head"):
         assert (out / f"{part}.safetensors").read_bytes() == (bundle / f"{part}.safetensors").read_bytes()
-    code, _, err = run(capsys, cli.recalibrate_main, [*words, "--out", str(out)])
-    assert code == 2 and "holds a bundle already; give --overwrite" in err
-    assert run(capsys, cli.recalibrate_main, [*words, "--out", str(out), "--overwrite"])[0] == 0
-    code, _, err = run(capsys, cli.recalibrate_main, [*words, "--out", str(bundle), "--overwrite"])
-    assert code == 2 and "the old version stays" in err
-    code, _, err = run(capsys, cli.recalibrate_main, [*words, "--alpha", "0.001", "--out", str(tmp_path / "x")])
-    assert code == 2 and "at least 999 images" in err and not (tmp_path / "x").exists()
+    _, err = run(cli.recalibrate_main, *words, "--out", out, code=2)
+    assert "holds a bundle already; give --overwrite" in err
+    run(cli.recalibrate_main, *words, "--out", out, "--overwrite")
+    _, err = run(cli.recalibrate_main, *words, "--out", bundle, "--overwrite", code=2)
+    assert "the old version stays" in err
+    _, err = run(cli.recalibrate_main, *words, "--alpha", "0.001", "--out", tmp_path / "x", code=2)
+    assert "at least 999 images" in err and not (tmp_path / "x").exists()
 
 
-def test_a_place_that_is_none_is_found_before_any_image_is_read(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_that_is_none_is_found_before_any_image_is_read(tiny_bundle: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "file").write_text("mine")
     words = ["--bundle", str(tiny_bundle), "--log", str(tmp_path / "no log"), "--out", str(tmp_path / "file")]
-    code, _, err = run(capsys, cli.recalibrate_main, words)
-    assert code == 2 and "it is a file; choose another place" in err
+    assert "it is a file; choose another place" in run(cli.recalibrate_main, *words, code=2)[1]
 
 
-def test_the_width_of_a_regression_changes(
-    angle_bundle: Path, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
-    assert data.values is not None
-    write_log(tmp_path / "log", [Logged(dimmed(data, i), "label", repr(float(data.values[i]))) for i in range(60)])
+def test_the_width_of_a_regression_changes(angle_bundle: Path, tmp_path: Path, run: Run) -> None:
+    write_log(tmp_path / "log", labelled(opened("rotated-mnist"), 60))
     words = ["--bundle", str(angle_bundle), "--log", str(tmp_path / "log"), "--allow-factories", "tests.tiny:network"]
-    code, _, err = run(capsys, cli.recalibrate_main, [*words, "--max-width", "12.5", "--out", str(tmp_path / "new")])
-    assert code == 0, err
+    run(cli.recalibrate_main, *words, "--max-width", "12.5", "--out", tmp_path / "new")
     policies = [read_bundle(folder).manifest.policy.model_dump() for folder in (angle_bundle, tmp_path / "new")]
     assert policies[1] == {**policies[0], "max_width": 12.5}
-    code, _, err = run(capsys, cli.recalibrate_main, [*words, "--risk", "0.1", "--out", str(tmp_path / "x")])
-    assert code == 2 and "calibration of a regression does not read risk" in err
+    _, err = run(cli.recalibrate_main, *words, "--risk", "0.1", "--out", tmp_path / "x", code=2)
+    assert "calibration of a regression does not read risk" in err
 
 
 def test_a_day_is_a_day(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,24 +70,18 @@ def test_a_day_is_a_day(capsys: pytest.CaptureFixture[str]) -> None:
     assert "expected a day as YYYY-MM-DD, got 'yesterday'" in capsys.readouterr().err
 
 
-def test_extends_the_density(tiny_bundle: Path, data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
-    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
-    labels = digits.first_labels().tolist()
-    images = [Logged(dimmed(digits, i), "label", str(labels[i]), sampled=i < 120) for i in range(180)]
-    write_log(tmp_path / "log", images)
+def test_extends_the_density(tiny_bundle: Path, tmp_path: Path, run: Run) -> None:
+    write_log(tmp_path / "log", labelled(opened("mnist"), 180, sampled=120))
     words = ["--bundle", str(tiny_bundle), "--allow-factories", "tests.tiny:network", "--extend-density"]
-    code, text, err = run(
-        capsys, cli.recalibrate_main, [*words, "--log", str(tmp_path / "log"), "--out", str(tmp_path / "new")]
-    )
-    assert code == 0 and "◀ chosen" in text, err
+    assert "◀ chosen" in run(cli.recalibrate_main, *words, "--log", tmp_path / "log", "--out", tmp_path / "new")[0]
     before, after = (read_bundle(folder).manifest.files for folder in (tiny_bundle, tmp_path / "new"))
     assert {name for name in before if before[name] == after[name]} >= {"backbone.safetensors", "head.safetensors"}
     assert before["density.safetensors"] != after["density.safetensors"]
     assert "60 labelled images outside the random sample" in (tmp_path / "new" / "README.md").read_text()
 
 
-def test_what_nobody_named_comes_in_clusters(data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
-    clothes = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+def test_what_nobody_named_comes_in_clusters(tmp_path: Path, run: Run) -> None:
+    clothes = opened("fashion-mnist")
     kinds = clothes.first_labels().tolist()
     of = {label: [i for i, kind in enumerate(kinds) if kind == label][:20] for label in (1, 9)}  # trousers and boots
     images = [Logged(png(clothes.image(i)[0]), "none_of_the_classes") for i in (*of[1][:16], *of[9])]
@@ -110,8 +89,7 @@ def test_what_nobody_named_comes_in_clusters(data_root: Path, tmp_path: Path, ca
     write_log(tmp_path / "log", images)
     bundle, file = str(ROOT / "artifacts" / "dirty-mnist-resnet18"), tmp_path / "to-name.csv"
     words = ["review", str(tmp_path / "log"), "--clusters", bundle]
-    code, text, err = run(capsys, cli.main, [*words, "--csv", str(file)])
-    assert code == 0 and "36 images in 2 clusters: 20, 16" in text, (text, err)
+    assert "36 images in 2 clusters: 20, 16" in run(cli.main, *words, "--csv", file)[0]
     lines = list(csv.DictReader(file.read_text().splitlines()))
     boots = {hashlib.sha256(png(clothes.image(i)[0])).hexdigest() for i in of[9]}
     assert {line["image_sha256"] for line in lines if line["label"] == "none_of_the_classes:cluster 1"} == boots
@@ -119,15 +97,14 @@ def test_what_nobody_named_comes_in_clusters(data_root: Path, tmp_path: Path, ca
     answers = [answer.text for answer in read_answers(file)]
     assert answers == ["none_of_the_classes:cluster 1"] * 20 + ["none_of_the_classes:cluster 2"] * 16
     empty = write_log(tmp_path / "named", images[-4:])
-    code, _, err = run(capsys, cli.main, ["review", empty.where, *words[2:], "--csv", str(file)])
-    assert code == 2 and "no image reviewed as none_of_the_classes without a name" in err
+    _, err = run(cli.main, "review", empty.where, *words[2:], "--csv", file, code=2)
+    assert "no image reviewed as none_of_the_classes without a name" in err
     for more in (["--csv", str(file), "--sample"], ["--out", str(tmp_path / "tasks.json")]):
-        code, _, err = run(capsys, cli.main, [*words, *more])
-        assert code == 2 and "--clusters goes without --out and --sample" in err
+        assert "--clusters goes without --out and --sample" in run(cli.main, *words, *more, code=2)[1]
 
 
 def test_clusters_are_names_until_people_give_theirs(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = [Logged(png(np.full((28, 28), 9 * i, np.uint8)), "none_of_the_classes") for i in range(6)]
     log = write_log(tmp_path / "log", [*images[:5], replace(images[5], label="hedgehog")])
@@ -145,47 +122,45 @@ def test_clusters_are_names_until_people_give_theirs(
     monkeypatch.setattr("psc_core.calibrate.clusters_of", clusters)
     words = ["review", log.where, "--clusters", str(tiny_bundle), "--allow-factories", "tests.tiny:network"]
     later += timedelta(seconds=1)
-    code, text, err = run(capsys, cli.main, words)
-    assert code == 0 and "5 images in 2 clusters: 3, 2; the page's Review tab names them (To name)" in text, err
+    assert "5 images in 2 clusters: 3, 2; the page's Review tab names them (To name)" in run(cli.main, *words)[0]
     ordered = sorted(images[:5], key=lambda image: image.sha256)
     names = ["cluster 1", "cluster 2"] * 3
     for image, name in zip(ordered, names, strict=False):
         one = ("cannot_tell", None) if image is images[0] else ("none_of_the_classes", name)
         assert said(image) == one and said(image, "another") is None
     assert said(images[5]) == ("none_of_the_classes", "hedgehog")
-    model = load_model(tiny_bundle, device="cpu", allow_factories=("tests.tiny:network",))
+    model = loaded(tiny_bundle)
     assert read_unknown(log, model)[0].classes == ("none_of_the_classes", "hedgehog")
-    code, text, err = run(capsys, cli.main, words)  # What has only the name of a cluster is grouped anew.
-    assert code == 0 and "4 images in 2 clusters: 2, 2;" in text, err
+    assert (
+        "4 images in 2 clusters: 2, 2;" in run(cli.main, *words)[0]
+    )  # What has only a cluster's name is grouped anew.
     others = [image for image in ordered if image is not images[0]]
     assert [said(image) for image in others] == [("none_of_the_classes", name) for name in names[:4]]
-    code, text, err = run(capsys, cli.main, [*words, "--csv", str(tmp_path / "to-name.csv")])
-    assert code == 0 and "4 images in 2 clusters" in text and "import it" in text, err
+    text, _ = run(cli.main, *words, "--csv", tmp_path / "to-name.csv")
+    assert "4 images in 2 clusters" in text and "import it" in text
 
 
-def test_learns_what_people_reviewed(data_root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
-    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+def test_learns_what_people_reviewed(tmp_path: Path, run: Run) -> None:
+    digits = opened("mnist")
     labels = digits.first_labels().tolist()
-    images = [Logged(png(digits.image(i)[0]), "label", str(labels[i])) for i in range(120)]
+    images = labelled(digits, 120, plain)
     for i in [i for i in range(120, 800) if labels[i] == 7][:20]:
         content = png(np.ascontiguousarray(digits.image(i)[0][::-1, ::-1]))
         images.append(Logged(content, "none_of_the_classes", "upside down", sampled=False))
     write_log(tmp_path / "log", images)
     bundle, new = ROOT / "artifacts" / "dirty-mnist-resnet18", tmp_path / "new"
     words = ["--bundle", str(bundle), "--log", str(tmp_path / "log"), "--learn", "--out", str(new)]
-    code, text, err = run(capsys, cli.recalibrate_main, words)
-    assert code == 0 and "check reviewed" in text and "20 upside down" in text, err
+    text, _ = run(cli.recalibrate_main, *words)
+    assert "check reviewed" in text and "20 upside down" in text
     assert read_bundle(new).manifest.checks.names[-1] == "reviewed"  # type: ignore[union-attr]
     assert "has learnt from images that people reviewed" in (new / "README.md").read_text()
     later = ["--bundle", str(new), "--log", str(tmp_path / "log"), "--out", str(tmp_path / "later")]
-    assert run(capsys, cli.recalibrate_main, later)[0] == 0  # What was learnt stays, and the card says so.
+    run(cli.recalibrate_main, *later)  # What was learnt stays, and the card says so.
     assert "has learnt from images that people reviewed" in (tmp_path / "later" / "README.md").read_text()
     named = ["--add-class", "upside down", "--out", str(tmp_path / "named")]
-    code, text, err = run(capsys, cli.recalibrate_main, [*words[:4], *named])
-    assert code == 0 and "class upside down from 20 images" in text, err
+    assert "class upside down from 20 images" in run(cli.recalibrate_main, *words[:4], *named)[0]
     assert read_bundle(tmp_path / "named").manifest.classes[-1] == "upside down"
     assert "The class upside down was added from 20 images" in (tmp_path / "named" / "README.md").read_text()
-    code, _, err = run(capsys, cli.recalibrate_main, [*words[:4], *named, "--extend-density", "--overwrite"])
-    assert code == 2 and "do not go together" in err
-    code, _, err = run(capsys, cli.recalibrate_main, [*words, "--overwrite", "--until", "2026-11-19"])
-    assert code == 2 and "--log-sample" in err
+    _, err = run(cli.recalibrate_main, *words[:4], *named, "--extend-density", "--overwrite", code=2)
+    assert "do not go together" in err
+    assert "--log-sample" in run(cli.recalibrate_main, *words, "--overwrite", "--until", "2026-11-19", code=2)[1]

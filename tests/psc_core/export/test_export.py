@@ -29,14 +29,13 @@ from torch.utils.data import TensorDataset
 from app import export_cli as cli
 from psc_core import PSC, PSCRegressor, load_network
 from psc_core.bundle import read_bundle
-from psc_core.data.open import open_dataset
 from psc_core.errors import BundleError, NetworkError, UsageError
 from psc_core.export.folder import README, RUNTIMES, VECTORS, _readme, check, export_model, table
 from psc_core.export.graph import ANY_SIZE, GRAPH, PIXELS, export_graphs
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model import FittedModel, load_model
-from tests.conftest import ROOT, TinyJob
-from tests.psc_core.cli.support import run
+from tests.conftest import ROOT, Run, TinyJob
+from tests.opened import opened
 from tools import forge
 
 BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
@@ -57,12 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def images(data_root: Path) -> torch.Tensor:
+def images() -> torch.Tensor:
     """100 digits and 100 garments."""
-    sets = (
-        open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"])
-        for name in ("mnist", "fashion-mnist")
-    )
+    sets = (opened(name) for name in ("mnist", "fashion-mnist"))
     return torch.cat([next(each.batches(100)).images for each in sets])
 
 
@@ -180,11 +176,11 @@ def test_the_readme_runs_in_cpp(folder: Path, tmp_path: Path) -> None:
     assert float(said.split()[-1]) == pytest.approx(p_value, rel=1e-5)
 
 
-def test_proof_travels_along(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_travels_along(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = load_file(folder / VECTORS)
     assert len(vectors[PIXELS]) == 64 and vectors["decision"].unique().tolist() == [0, 1, 2]  # the bundle's examples
-    code, text, _ = run(capsys, cli.main, ["--check", str(folder)])
-    assert code == 0 and text.count("equal") == 2 * len(RUNTIMES)
+    text, _ = run(cli.main, "--check", folder)
+    assert text.count("equal") == 2 * len(RUNTIMES)
     assert text.count(" 0 of 64 ") == text.count(" 0 of 8 ") == len(RUNTIMES)
     found = check(folder)
     assert [(each.runtime, each.graph) for each in found] == [
@@ -201,33 +197,32 @@ NAMES = ["probabilities", "ood_p_value", "decision", "prediction_set"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(f"any-size/{name}" for name in NAMES)])
-def test_other_answers_are_found(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_other_answers_are_found(folder: Path, tmp_path: Path, run: Run, name: str) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     vectors = load_file(copy / VECTORS)
     first = vectors[name][0]
     changed = (first + 1) % 3 if name.endswith("decision") else ~first if first.dtype == torch.bool else first + 0.2
     vectors[name][0] = changed
     save_file(vectors, copy / VECTORS)
-    code, text, err = run(capsys, cli.main, ["--check", str(copy)])
-    assert code == 2 and "DIFFERS" in text and "a runtime answers differently" in err
+    text, err = run(cli.main, "--check", copy, code=2)
+    assert "DIFFERS" in text and "a runtime answers differently" in err
 
 
-def test_folders_that_are_none(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_are_none(folder: Path, tmp_path: Path, run: Run) -> None:
     with pytest.raises(BundleError, match="no exported folder"):
         check(tmp_path)
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     save_file({**load_file(other / VECTORS), "more": torch.ones(64)}, other / VECTORS)
-    code, _, err = run(capsys, cli.main, ["--check", str(other)])
-    assert code == 2 and "'more' of vectors.safetensors and model.onnx do not fit together" in err
+    _, err = run(cli.main, "--check", other, code=2)
+    assert "'more' of vectors.safetensors and model.onnx do not fit together" in err
     broken = Path(shutil.copytree(folder, tmp_path / "broken"))
     (broken / GRAPH).write_bytes(b"no graph")
-    code, _, err = run(capsys, cli.main, ["--check", str(broken)])
-    assert code == 2 and "model.onnx is not an ONNX file" in err
+    assert "model.onnx is not an ONNX file" in run(cli.main, "--check", broken, code=2)[1]
     with pytest.raises(BundleError, match="was written by psc-export and is no bundle"):
         read_bundle(folder)
 
 
-def test_commands_that_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_are_refused(folder: Path, tmp_path: Path, run: Run) -> None:
     words = ["--bundle", str(BUNDLE), "--out"]
     for given, why in (
         ([], "give --bundle DIR and --out DIR"),
@@ -237,8 +232,8 @@ def test_commands_that_are_refused(folder: Path, tmp_path: Path, capsys: pytest.
         ([*words, str(tmp_path / "x"), "--images", str(tmp_path)], "there are no images below"),
         (["--bundle", str(folder), "--out", str(tmp_path / "x")], "is no bundle"),
     ):
-        code, _, err = run(capsys, cli.main, given)
-        assert code == 2 and why in err, err
+        _, err = run(cli.main, *given, code=2)
+        assert why in err
     assert not (tmp_path / "x").exists()
 
 
@@ -274,11 +269,11 @@ def test_in_python_the_runtimes_are_compared(
         model.export(tmp_path / "out")
 
 
-def test_a_graph_of_the_users_stays(model: FittedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_graph_of_the_users_stays(model: FittedModel, tmp_path: Path, run: Run) -> None:
     (tmp_path / GRAPH).write_bytes(b"mine")
     for more, why in (([], "holds model.onnx already"), (["--overwrite"], "that psc-export did not write")):
-        code, _, err = run(capsys, cli.main, ["--bundle", str(BUNDLE), "--out", str(tmp_path), *more])
-        assert code == 2 and why in err, err
+        _, err = run(cli.main, "--bundle", BUNDLE, "--out", tmp_path, *more, code=2)
+        assert why in err
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"mine"]
 
 
@@ -412,8 +407,8 @@ def test_damaged_folders_are_never_equal(
 ) -> None:
     copied = Path(shutil.copytree(folder, tmp_path / "copied"))
     DAMAGES[damage](copied)
-    code, text, err = run(capfd, cli.main, ["--check", str(copied)])
-    assert code == 2, text
+    assert cli.main(["--check", str(copied)]) == 2
+    err = capfd.readouterr().err
     assert err.startswith("psc-export: ") and err.count("\n") == 1 and len(err) < 1000 and "\x1b" not in err, err
 
 
@@ -427,14 +422,12 @@ BROKEN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("part", BROKEN)
-def test_bundles_are_refused_as_on_load(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
-) -> None:
+def test_bundles_are_refused_as_on_load(bundle: Path, tmp_path: Path, run: Run, part: str) -> None:
     BROKEN[part](bundle)
     with pytest.raises(BundleError) as caught:
         load_model(bundle, device="cpu", allow_factories=forge.ALLOW)
     words = ["--bundle", str(bundle), "--allow-factories", *forge.ALLOW, "--out", str(tmp_path / "out")]
-    assert run(capsys, cli.main, words) == (2, "", f"psc-export: {caught.value}\n")
+    assert run(cli.main, *words, code=2) == ("", f"psc-export: {caught.value}\n")
     assert not (tmp_path / "out").exists()
 
 
@@ -533,9 +526,9 @@ Fit = Callable[..., PSC]
 
 
 @pytest.fixture(scope="module")
-def fit(data_root: Path) -> Fit:
+def fit() -> Fit:
     """Fit a network in memory to a few digits, by half of which it is calibrated."""
-    sets = [open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "test")]
+    sets = [opened("mnist", split) for split in ("train", "test")]
     train, val = (TensorDataset(batch.images, batch.labels) for batch in (next(each.batches(300)) for each in sets))
 
     def fit(net: nn.Module, **settings: Any) -> PSC:

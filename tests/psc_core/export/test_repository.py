@@ -18,8 +18,7 @@ from psc_core.errors import UsageError
 from psc_core.export.folder import CLOSE, RUNTIMES, write_repository
 from psc_core.export.graph import GRAPH, PIXELS, export_graphs
 from psc_core.model import FittedModel, load_model
-from tests.conftest import ROOT
-from tests.psc_core.cli.support import run
+from tests.conftest import ROOT, Run
 
 BUNDLE = ROOT / "artifacts" / "dirty-mnist-resnet18"
 NAME = "dirty-mnist-resnet18"
@@ -37,20 +36,19 @@ def graph(model: FittedModel) -> ModelProto:
 
 @pytest.mark.parametrize("target", ["triton", "openvino"])
 def test_a_graph_that_answers_otherwise_is_not_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, target: str
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     monkeypatch.setitem(CLOSE, "probabilities", -1.0)
-    code, out, err = run(capsys, cli.main, ["--bundle", str(BUNDLE), "--out", str(tmp_path), "--for", target])
-    assert code == 2 and "DIFFERS" in out and "a runtime answers differently" in err
+    out, err = run(cli.main, "--bundle", BUNDLE, "--out", tmp_path, "--for", target, code=2)
+    assert "DIFFERS" in out and "a runtime answers differently" in err
     assert not [*tmp_path.iterdir()]
 
 
-def test_triton(model: FittedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_triton(model: FittedModel, tmp_path: Path, run: Run) -> None:
     words = ["--bundle", str(BUNDLE), "--out", str(tmp_path), "--for", "triton"]
-    code, out, _ = run(capsys, cli.main, words)
-    assert code == 0 and out.endswith(f"next: tritonserver --model-repository {tmp_path}\n")
-    code, _, err = run(capsys, cli.main, words)
-    assert code == 2 and f"holds {NAME}/config.pbtxt and {NAME}/1/model.onnx already" in err
+    out, _ = run(cli.main, *words)
+    assert out.endswith(f"next: tritonserver --model-repository {tmp_path}\n")
+    assert f"holds {NAME}/config.pbtxt and {NAME}/1/model.onnx already" in run(cli.main, *words, code=2)[1]
     assert sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("*.*") if file.is_file()) == [
         Path(NAME, "1", "model.onnx"),
         Path(NAME, "config.pbtxt"),
