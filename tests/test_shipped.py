@@ -1,6 +1,5 @@
 """The shipped bundle over real HTTP: what the README's ``curl`` lines say, and served = fitted."""
 
-import io
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from PIL import Image
 from benchmarks.runs import RESULTS
 from psc_core import PSC, ClassificationPrediction, open_dataset
 from tests.conftest import SHIPPED_BUNDLE
+from tests.encoded import encode
 from tests.psc_core.images.support import png_of
 from tests.served import HTTP, serve_shipped
 
@@ -141,9 +141,7 @@ def test_batch_sizes_agree(psc: PSC, mixed: list[tuple[str, bytes]]) -> None:
 
 
 def jpeg() -> bytes:
-    buffer = io.BytesIO()
-    Image.effect_noise((64, 64), 50).save(buffer, "JPEG")
-    return buffer.getvalue()
+    return encode(Image.effect_noise((64, 64), 50), "JPEG")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import threading
 import time
 from collections.abc import Mapping
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from psc_core.answers import CLASSIFICATION_SCORES, BasePolicy, ClassificationPolicy, RegressionPolicy, Target
@@ -27,6 +25,7 @@ from psc_core.tasks.base import Matrix, Outputs, Task, pack
 from psc_core.tasks.classification import Calibration, Classification
 from psc_core.tasks.regression import Calibration as ValueCalibration
 from psc_core.tasks.regression import Regression
+from tests.encoded import encode
 
 CLASSES = ("dark", "middle", "bright")
 PREPROCESS = Preprocess("L", 8, 8, None, (0.5,), (0.5,))
@@ -245,6 +244,4 @@ def pixels(value: int, *, first: int | None = None, size: int = 8) -> np.ndarray
 
 
 def png(value: int, *, first: int | None = None, size: int = 8) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels(value, first=first, size=size)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode(pixels(value, first=first, size=size))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -251,13 +252,10 @@ def test_what_one_process_holds_another_cannot_take(monkeypatch: pytest.MonkeyPa
 
 
 def test_without_a_file_descriptor_the_last_measure_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
     held = budget()
     held.process_bytes = 1 << 20
     held.should_release()
-    monkeypatch.setattr(memory, "resident_bytes", fail)
+    monkeypatch.setattr(memory, "resident_bytes", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
     assert not held.should_release()
     with pytest.raises(NotReady):
         held.take(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import platform
 import shutil
@@ -34,6 +33,7 @@ from tests.app.support import PNG, running, until
 from tests.app.test_cli import command
 from tests.app.test_healthcheck import healthcheck
 from tests.conftest import ROOT
+from tests.encoded import encode
 from tests.served import GUARD_SECONDS, HTTP, Server, make_certificate, serve_fake
 
 HALF = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 100\r\n\r\nabc"
@@ -234,9 +234,7 @@ def test_lingering_and_draining_leave_time_for_the_log(drain_seconds: float, log
 
 
 def tiff(compression: str, mode: str = "L") -> bytes:
-    buffer = io.BytesIO()
-    Image.linear_gradient("L").convert(mode).save(buffer, "TIFF", compression=compression)
-    return buffer.getvalue()
+    return encode(Image.linear_gradient("L").convert(mode), "TIFF", compression=compression)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -12,7 +12,8 @@ from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, Unsuppo
 from psc_core.images import decode
 from psc_core.images.decode import decode_image
 from psc_core.images.preprocess import PRESETS
-from tests.psc_core.images.support import chunk, encode
+from tests.encoded import encode
+from tests.psc_core.images.support import chunk
 
 MAX_PIXELS = 1 << 20
 

@@ -19,8 +19,8 @@ from benchmarks.serving import running
 from benchmarks.serving.ceilings import images_per_s
 from benchmarks.serving.curve import goal_rate, sweep
 from benchmarks.serving.servers import BY_NAME, answer_of
-from psc_core import PRESETS, open_dataset
 from tests.app.fakes import png
+from tests.opened import opened
 
 PARAMETERS = {
     "resnet18": 11_173_962,
@@ -125,11 +125,11 @@ def test_a_tie_is_a_paired_difference_within_its_standard_error(second: float, e
     assert tables.default_table(parts).splitlines()[-1].split("|")[-2].strip() == expected
 
 
-def test_forecasts_are_scored_as_torch_and_the_normal_distribution_do(data_root: Path) -> None:
+def test_forecasts_are_scored_as_torch_and_the_normal_distribution_do() -> None:
     outputs, y = torch.randn(2, 50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = nn.GaussianNLLLoss()(outputs[:, 0], y[:, 0], outputs[:, 1].exp())
     torch.testing.assert_close(gaussian_nll(outputs, y[:, 0]), expected)
-    digits = open_dataset(f"rotated-mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
+    digits = opened("rotated-mnist", "train")
     count, generator = 20_000, torch.Generator().manual_seed(0)
     many = replace(digits, values=torch.randn(count, generator=generator, dtype=torch.float64))
     narrow = torch.full((count,), 0.25, dtype=torch.float64)  # The deviation is wrong, the ranks are not.

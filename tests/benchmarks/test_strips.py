@@ -7,22 +7,23 @@ import torch
 
 from benchmarks import strips
 from benchmarks.strips import PLACES, known_classes, preprocess_of
-from psc_core import PRESETS, ImageDataset, open_dataset
+from psc_core import ImageDataset, open_dataset
+from tests.opened import opened
 
 SPLITS = ("train", "val", "test")
 
 
-def digits(data_root: Path, split: str) -> tuple[ImageDataset, dict[bytes, int]]:
+def digits(split: str) -> tuple[ImageDataset, dict[bytes, int]]:
     """Return the digits of a split, and the label of each by its pixels."""
-    data = open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"])
+    data = opened("mnist", split)
     return data, {data.image(i).tobytes(): int(label) for i, label in enumerate(data.first_labels())}
 
 
 @pytest.mark.parametrize("kind", PLACES)
-def test_strips_have_digits_of_their_split_in_the_order_of_their_names(kind: str, data_root: Path) -> None:
+def test_strips_have_digits_of_their_split_in_the_order_of_their_names(kind: str) -> None:
     for split in SPLITS:
-        source, label_of = digits(data_root, split)
-        others = {pixels for other in SPLITS if other != split for pixels in digits(data_root, other)[1]}
+        source, label_of = digits(split)
+        others = {pixels for other in SPLITS if other != split for pixels in digits(other)[1]}
         assert others.isdisjoint(label_of)
         data = strips.strips(source, PLACES[kind], 2, preprocess_of(kind))
         assert len(data) == 2 * len(data.classes) == 2 * 10 ** PLACES[kind]

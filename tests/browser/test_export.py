@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import http.server
-import io
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from psc_core.export.graph import PIXELS
 from psc_core.model import load_model
 from tests.browser.test_page import FAILING, Driver, before_the_page, chromium, driver, find, text, until
 from tests.conftest import ROOT
+from tests.encoded import encode
 from tests.npm import write_runtime
 from tests.served import GUARD_SECONDS
 
@@ -109,10 +109,9 @@ def test_the_page_needs_no_service(driver: Driver, site: str) -> None:
     seen_through = photo.copy()
     seen_through.putalpha(photo.convert("L").rotate(180))
     for image, kind, more in ((photo, "PNG", {}), (photo, "JPEG", {"exif": turned}), (seen_through, "PNG", {})):
-        buffer = io.BytesIO()
-        image.save(buffer, kind, **more)
-        status, answer = driver.execute_async_script(ASK, list(buffer.getvalue()))
-        ours, (theirs,) = model.predict([buffer.getvalue()]), answer["predictions"]
+        file = encode(image, kind, **more)
+        status, answer = driver.execute_async_script(ASK, list(file))
+        ours, (theirs,) = model.predict([file]), answer["predictions"]
         assert status == 200 and theirs["decision"] == ours.decision[0] and theirs["label"] == ours.labels[0]
         assert theirs["probabilities"] == pytest.approx(ours.probabilities[0].tolist(), abs=0.01)
         assert theirs["prediction_set"] == list(ours.prediction_set[0])
@@ -154,11 +153,9 @@ def test_what_a_canvas_does_not_keep_is_refused(driver: Driver, without_runtime:
             driver.get(site)
             until(lambda: text(driver, "#local").startswith("The model could not be loaded."))
             for name, image in images.items():
-                buffer = io.BytesIO()
-                image.save(buffer, "PNG")
-                answers[background, name] = driver.execute_async_script(ASK, list(buffer.getvalue()))
+                answers[background, name] = driver.execute_async_script(ASK, list(encode(image)))
             driver.execute_script("window.changed = 1")
-            answers[background, "changed"] = driver.execute_async_script(ASK, list(buffer.getvalue()))
+            answers[background, "changed"] = driver.execute_async_script(ASK, list(encode(image)))
     driver.get_log("browser")
     refused = {place: answer["detail"] for place, (status, answer) in answers.items() if status == 415}
     for background in ("none", "black"):

@@ -34,6 +34,7 @@ from tests.app.fakes import (
 )
 from tests.app.live import live_server
 from tests.decisions import Decider
+from tests.encoded import encode
 from tests.served import GUARD_SECONDS, HTTP
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -107,12 +108,10 @@ def files(tmp_path: Path) -> dict[str, Path]:
     """A clear image, one between two classes, one unlike the others, and one that is no image."""
     stripes = pixels(0)
     stripes[:4] = 255
-    buffer = io.BytesIO()
-    Image.fromarray(stripes).save(buffer, "PNG")
     contents = {
         "clear.png": png(255),
         "between.png": png(64),
-        "strange.png": buffer.getvalue(),
+        "strange.png": encode(stripes),
         "broken.png": b"this is not a picture",
     }
     for name, content in contents.items():

@@ -1,6 +1,5 @@
 """A real Prometheus scrapes the real service, and PromQL answers what the client counted."""
 
-import io
 import socket
 import subprocess
 import threading
@@ -14,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import yaml
-from PIL import Image
 
-from psc_core.data.open import open_dataset
-from psc_core.images.preprocess import PRESETS
 from tests.deploy.test_files import expressions, rules
 from tests.deploy.tools import DEPLOY, ROOT, program
+from tests.encoded import encode
+from tests.opened import opened
 from tests.served import GUARD_SECONDS, serve
 
 DIGITS, SHIRTS = 30, 20
@@ -86,15 +83,11 @@ def configuration(folder: Path, targets: list[str]) -> Path:
     return path
 
 
-def images(data_root: Path, name: str, count: int, only: str | None = None) -> list[bytes]:
-    dataset = open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"])
+def images(name: str, count: int, only: str | None = None) -> list[bytes]:
+    dataset = opened(name)
     labels = dataset.first_labels()
     wanted = [i for i in range(len(dataset)) if only is None or dataset.classes[int(labels[i])] == only][:count]
-    files = []
-    for index in wanted:
-        file = io.BytesIO()
-        Image.fromarray(np.asarray(dataset.image(index))[0]).save(file, "PNG")
-        files.append(file.getvalue())
+    files = [encode(dataset.image(index)[0]) for index in wanted]
     assert len(files) == count
     return files
 
@@ -124,11 +117,11 @@ def watching(folder: Path, *services: httpx.Client) -> Iterator[Watched]:
 
 
 @pytest.fixture(scope="module")
-def watched(shipped_bundle: Path, data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(shipped_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """The shipped bundle after digits and shirts, when the last of them is scraped."""
     folder = tmp_path_factory.mktemp("prometheus")
     with serving(shipped_bundle) as service, watching(folder, service) as seen:
-        for batch in (images(data_root, "mnist", DIGITS), images(data_root, "fashion-mnist", SHIRTS, SHIRT)):
+        for batch in (images("mnist", DIGITS), images("fashion-mnist", SHIRTS, SHIRT)):
             files = [("images", (f"{index}.png", image, "image/png")) for index, image in enumerate(batch)]
             answer = seen.service.post("/predict", files=files).raise_for_status().json()
             seen.predictions.extend(answer["predictions"])
@@ -191,12 +184,12 @@ def filled_in(expression: str) -> str:
     return expression.replace("$instance", ".*").replace("$model", ".*").replace("$__rate_interval", "1m")
 
 
-def test_queries_rise_under_load_and_fall_after(shipped_bundle: Path, data_root: Path, tmp_path: Path) -> None:
+def test_queries_rise_under_load_and_fall_after(shipped_bundle: Path, tmp_path: Path) -> None:
     scaled = yaml.safe_load((DEPLOY / "kustomize/overlays/keda/scaled-object.yaml").read_text(encoding="utf-8"))
     busy, waiting = (trigger["metadata"]["query"].replace("default/", "") for trigger in scaled["spec"]["triggers"])
     assert "[1m]" in busy
     busy = busy.replace("[1m]", "[2s]")
-    files = [("images", (f"{n}.png", image, "image/png")) for n, image in enumerate(images(data_root, "mnist", 64))]
+    files = [("images", (f"{n}.png", image, "image/png")) for n, image in enumerate(images("mnist", 64))]
     ended = threading.Event()
 
     with serving(shipped_bundle) as service, watching(tmp_path, service) as watched:

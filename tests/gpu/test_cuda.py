@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from psc_core import PRESETS, PSC, open_dataset
+from psc_core import PSC
 from psc_core.cli.fit import main
+from tests.opened import opened
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -16,8 +17,8 @@ ALLOW = ("tests.tiny:network",)
 
 
 @pytest.fixture(scope="module")
-def digits(data_root: Path) -> torch.Tensor:
-    test = open_dataset(f"dirty-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+def digits() -> torch.Tensor:
+    test = opened("dirty-mnist")
     return next(iter(test.batches(512))).images
 
 

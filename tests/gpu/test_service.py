@@ -25,10 +25,11 @@ from app.main import allow_compiled_shapes, create_app
 from app.memory import MemoryBudget
 from app.settings import Settings, load_settings
 from benchmarks.serving.inputs import digits as encoded_digits
-from psc_core import PRESETS, PSC, open_dataset
+from psc_core import PRESETS, PSC
 from psc_core.cli.fit import main as psc_fit
 from tests.app.inference.support import Metrics
 from tests.conftest import SHIPPED_BUNDLE
+from tests.opened import opened
 from tests.tiny import network
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -69,8 +70,8 @@ def hooked(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def digits(data_root: Path) -> Tensor:
-    test = open_dataset(f"dirty-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+def digits() -> Tensor:
+    test = opened("dirty-mnist")
     return next(iter(test.batches(8))).images
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core import PRESETS, PSC, open_dataset
+from psc_core import PSC
 from tests import folders
 from tests.conftest import made_once
+from tests.opened import opened
 
 ALLOW = ("tests.tiny:network",)
 
@@ -18,8 +19,8 @@ def psc(tiny_bundle: Path) -> PSC:
 
 
 @pytest.fixture(scope="session")
-def digits(data_root: Path) -> torch.Tensor:
-    test = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+def digits() -> torch.Tensor:
+    test = opened("mnist")
     return next(iter(test.batches(100))).images
 
 

@@ -8,6 +8,7 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -93,11 +94,7 @@ def test_rejects_a_name_twice_in_a_header(bundle: Path) -> None:
 
 def test_a_full_disk_is_named(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(BundleError, match=rf"bytes to {tmp_path}/.* \(No space left on device\); free space there"):
         psc.save(tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from psc_core import PRESETS, PSC, PSCRegressor, load_model, open_dataset
+from psc_core import PSC, PSCRegressor, load_model
 from psc_core.answers import CLASSIFICATION_DECISIONS
 from psc_core.bundle import GRAPH, MAX_ARGUMENT, MAX_AXES, MAX_DEPTH, MAX_MANIFEST_BYTES, PARTS, Manifest
 from psc_core.density import DENSITIES, class_values, draw_images
@@ -32,6 +32,7 @@ from psc_core.tasks import TASKS
 from psc_core.tasks.classification import Classification
 from psc_core.tasks.regression import Regression
 from tests.conftest import TinyJob
+from tests.opened import opened
 from tests.second_reader import SecondReader
 from tools import forge
 
@@ -71,18 +72,15 @@ def bundles(
         patch.setattr(sngp, "FEATURES", 32)
         patch.setattr(sngp, "LENGTH_SCALE_FACTORS", (1.0,))
         fits = fitted(tiny_job, CLASSIFICATION, data_root, folder)
-    learn_garments(tiny_bundle, data_root, folder / "reviewed")
-    add_garments(tiny_bundle, data_root, folder / "added")
+    learn_garments(tiny_bundle, folder / "reviewed")
+    add_garments(tiny_bundle, folder / "added")
     return {"pooled++-laplace": tiny_bundle, **{name: folder / name for name in ("reviewed", "added")}, **fits}
 
 
-def add_garments(bundle: Path, data_root: Path, out: Path) -> None:
+def add_garments(bundle: Path, out: Path) -> None:
     """Save the bundle with two classes more."""
     psc = PSC.load(bundle, device="cpu", allow_factories=ALLOW)
-    garments, digits = (
-        open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"]).subset(torch.arange(150))
-        for name in ("fashion-mnist", "mnist")
-    )
+    garments, digits = (opened(name).subset(torch.arange(150)) for name in ("fashion-mnist", "mnist"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, label in (("trouser", 1), ("bag", 8)):
@@ -91,13 +89,10 @@ def add_garments(bundle: Path, data_root: Path, out: Path) -> None:
     psc.save(out)
 
 
-def learn_garments(bundle: Path, data_root: Path, out: Path) -> None:
+def learn_garments(bundle: Path, out: Path) -> None:
     """Save the bundle with the check ``reviewed``, whether or not it helps."""
     psc = PSC.load(bundle, device="cpu", allow_factories=ALLOW)
-    garments, digits = (
-        open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"]).subset(torch.arange(150))
-        for name in ("fashion-mnist", "mnist")
-    )
+    garments, digits = (opened(name).subset(torch.arange(150)) for name in ("fashion-mnist", "mnist"))
     scorer, checks = psc.pipeline.scorer, psc.pipeline.checks
     assert checks is not None
     with torch.inference_mode():
@@ -138,12 +133,9 @@ def fitted(job: TinyJob, fits: dict[str, tuple[str, ...]], data_root: Path, fold
 
 
 @pytest.fixture(scope="module")
-def images(data_root: Path) -> torch.Tensor:
+def images() -> torch.Tensor:
     """Digits, garments and noise."""
-    parts = [
-        next(iter(open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"]).batches(24))).images
-        for name in ("mnist", "fashion-mnist")
-    ]
+    parts = [next(iter(opened(name).batches(24))).images for name in ("mnist", "fashion-mnist")]
     noise = torch.randint(0, 256, (8, 1, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return torch.cat([*parts, noise, torch.zeros_like(noise[:1])])
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,14 +30,14 @@ from psc_core.collapse import (
     to_text,
 )
 from psc_core.data.dataset import ArraySource, ImageDataset, label_images
-from psc_core.data.open import open_dataset
 from psc_core.errors import FitError, UsageError
-from psc_core.images.preprocess import PRESETS, Preprocess
+from psc_core.images.preprocess import Preprocess
 from psc_core.linalg import r_squared
 from psc_core.network.layers import list_layers
 from psc_core.settings import FitSettings
 from psc_core.tasks import task_of_images
 from psc_core.tasks.regression import Regression
+from tests.opened import opened
 from tests.reference import collapse as reference
 
 Images = tuple[ImageDataset, ImageDataset]
@@ -281,11 +280,8 @@ SETTINGS = FitSettings(device="cpu", batch_images=50)
 
 
 @pytest.fixture(scope="module")
-def turned(data_root: Path) -> Images:
-    train, val = (
-        open_dataset(f"rotated-mnist:{data_root}", split=split, preprocess=PRESETS["mnist"])
-        for split in ("train", "val")
-    )
+def turned() -> Images:
+    train, val = (opened("rotated-mnist", split) for split in ("train", "val"))
     return Regression.labelled(train.subset(torch.arange(300)), val)
 
 

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -200,10 +201,7 @@ def test_an_upload_that_others_would_see_or_miss(hub: Hub, shipped: PSC, private
 
 @pytest.mark.parametrize("status", [403, 413])
 def test_an_upload_that_the_hub_refuses(hub: Hub, shipped: PSC, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(entry: object) -> None:
-        raise Refused(status, message=f"not for {TOKEN}")
-
-    monkeypatch.setattr(hub, "wanted", refuse)
+    monkeypatch.setattr(hub, "wanted", Mock(side_effect=Refused(status, message=f"not for {TOKEN}")))
     text = "may not do that" if status == 403 else "status 413; check"
     with pytest.raises(UsageError, match=text) as caught:
         shipped.push_to_hub(NAME, token=TOKEN)

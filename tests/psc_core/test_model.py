@@ -1,6 +1,7 @@
 import pickle
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from psc_core.fitted import Fitted, restore
 from psc_core.model import build_model, load_model
 from psc_core.pipeline import Pipeline
 from tests import tiny
+from tests.opened import opened
 
 ALLOW = ("tests.tiny:network",)
 
@@ -36,10 +38,7 @@ def test_models_are_keys(tiny_bundle: Path) -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError("full")])
 def test_out_of_memory_is_no_bundle_error(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(Pipeline, "forward", fail)
+    monkeypatch.setattr(Pipeline, "forward", Mock(side_effect=error))
     with pytest.raises(type(error), match="full"):
         PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
 
@@ -47,10 +46,7 @@ def test_out_of_memory_is_no_bundle_error(tiny_bundle: Path, monkeypatch: pytest
 def test_text_of_an_unexpected_failure_is_in_the_log_alone(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("/home/somebody/secret")
-
-    monkeypatch.setattr(Pipeline, "forward", fail)
+    monkeypatch.setattr(Pipeline, "forward", Mock(side_effect=RuntimeError("/home/somebody/secret")))
     with pytest.raises(BundleError, match=r"do not fit together: RuntimeError, see the log; fit it again$"):
         PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW)
     assert "RuntimeError('/home/somebody/secret')" in caplog.text
@@ -96,8 +92,8 @@ def whole_batch(net: torch.nn.Sequential, layer: nn.Module) -> torch.nn.Sequenti
     return net
 
 
-def test_garments_are_ood_more_often_than_digits(psc: PSC, data_root: Path, digits: torch.Tensor) -> None:
-    shirts = open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+def test_garments_are_ood_more_often_than_digits(psc: PSC, digits: torch.Tensor) -> None:
+    shirts = opened("fashion-mnist")
     doubted = psc.predict(next(iter(shirts.batches(100))).images).is_ood.double().mean()
     assert float(doubted) > 2 * float(psc.predict(digits).is_ood.double().mean())
 

@@ -2,14 +2,16 @@ import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from psc_core import PRESETS, PSC, PSCRegressor, open_dataset, pipeline, storage
+from psc_core import PSC, PSCRegressor, pipeline, storage
 from psc_core.errors import BundleError, NetworkError
 from psc_core.pipeline import available_backends, check_agreement, pipeline_on
 from psc_core.settings import BACKENDS
+from tests.opened import opened
 from tools.forge import ALLOW, assign
 
 
@@ -41,13 +43,10 @@ def test_a_head_reads_earlier_layers_one_of_which_is_the_textures(neighbours_bun
 
 
 @pytest.mark.thorough
-def test_real_digits_and_garments_get_the_same_decisions(shipped_bundle: Path, data_root: Path) -> None:
+def test_real_digits_and_garments_get_the_same_decisions(shipped_bundle: Path) -> None:
     psc = PSC.load(shipped_bundle, device="cpu")
     assert available_backends(psc) == BACKENDS
-    sources = (
-        open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"])
-        for name in ("dirty-mnist", "fashion-mnist")
-    )
+    sources = (opened(name) for name in ("dirty-mnist", "fashion-mnist"))
     images = torch.cat([next(source.batches(40)).images for source in sources])
     expected = psc.predict(images)
     for backend in BACKENDS:
@@ -111,10 +110,7 @@ def test_a_texture_may_count_at_every_p_value(bundle: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No usable temporary directory"), OSError(28, "No space left")])
 def test_what_the_machine_lacks(bundle: Path, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(storage, "rebuild_backbone", fail)
+    monkeypatch.setattr(storage, "rebuild_backbone", Mock(side_effect=error))
     with pytest.raises(BundleError) as raised:
         PSC.load(bundle, device="cpu", allow_factories=ALLOW)
     said = str(raised.value)
@@ -123,11 +119,7 @@ def test_what_the_machine_lacks(bundle: Path, monkeypatch: pytest.MonkeyPatch, e
 
 def test_a_bundle_is_loaded_where_no_folder_may_be_written_to(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As PyTorch's import of its compiler sees it, which makes the folder of its cache if it has none."""
-
-    def none() -> str:
-        raise FileNotFoundError(2, "No usable temporary directory")
-
-    monkeypatch.setattr(tempfile, "gettempdir", none)
+    monkeypatch.setattr(tempfile, "gettempdir", Mock(side_effect=FileNotFoundError(2, "No usable temporary directory")))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     assert PSC.load(bundle, device="cpu", allow_factories=ALLOW).classes
     assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_dir()

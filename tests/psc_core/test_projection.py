@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psc_core import FitSettings, features, fit_projection, open_dataset
+from psc_core import FitSettings, features, fit_projection
 from psc_core import projection as module
 from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset
@@ -18,7 +17,6 @@ from psc_core.errors import BundleError, FitError
 from psc_core.features import KeptFeatures
 from psc_core.fit import collapse, project
 from psc_core.fit_data import FitJob
-from psc_core.images.preprocess import PRESETS
 from psc_core.linalg import DEAD_UNIT, ClassScatter, class_pairs
 from psc_core.projection import (
     ITERATIONS,
@@ -32,6 +30,7 @@ from psc_core.projection import (
     tucker_factors,
 )
 from tests import tiny
+from tests.opened import opened
 from tests.psc_core.test_collapse import measured
 from tests.reference import projection as reference
 
@@ -111,8 +110,8 @@ def net() -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def train(data_root: Path) -> ImageDataset:
-    return open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"]).subset(torch.arange(200))
+def train() -> ImageDataset:
+    return opened("mnist", "train").subset(torch.arange(200))
 
 
 @pytest.mark.parametrize(("components", "limit"), [(64, 10), (8, 1)])
@@ -300,12 +299,10 @@ def test_choice_matches_search(c: int, d: int, data: st.DataObject) -> None:
     assert choice[:2] == reference.smallest_size(nc1, nc4, 0.3, 0.7, 0.1, 0.25)
 
 
-def test_column_ranges_give_the_same(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_column_ranges_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Class means beyond the budget are taken a range of columns at a time, in passes of their own."""
     net = tiny.network().eval()
-    train, val = (
-        open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val")
-    )
+    train, val = (opened("mnist", split) for split in ("train", "val"))
     chosen = measured(net, train, val, SETTINGS.changed({"layers": "^4$"})).choose("4")
     whole = fit_projection(net, chosen, train, val, minimum_dim=8, settings=SETTINGS).report
     monkeypatch.setattr(module, "MIN_COLUMNS", 100)
@@ -317,12 +314,10 @@ def test_column_ranges_give_the_same(data_root: Path, monkeypatch: pytest.Monkey
     assert torch.equal(parts.nc1, whole.nc1) and torch.equal(parts.nc4, whole.nc4)
 
 
-def test_kept_features_spare_a_pass(data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_features_spare_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network runs once over the training images where their features need little memory, else twice."""
     net = tiny.network().eval()
-    train, val = (
-        open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val")
-    )
+    train, val = (opened("mnist", split) for split in ("train", "val"))
     chosen = measured(net, train, val, SETTINGS.changed({"layers": "^4$"})).choose("4")
     seen: list[int] = []
     original = module.feature_step

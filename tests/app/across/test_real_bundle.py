@@ -1,7 +1,6 @@
 """Bundles that ``psc-fit`` made, served: the answers are those of ``predict``, however they are batched."""
 
 import asyncio
-import io
 import shutil
 import signal
 import sys
@@ -14,15 +13,14 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from app.main import create_app
 from app.settings import load_settings
 from psc_core import PSC, PSCRegressor
 from psc_core.answers import REGRESSION_SCORES, ClassificationResponse, RegressionResponse
-from psc_core.data.open import open_dataset
-from psc_core.images.preprocess import PRESETS
 from tests.app.support import PNG, until
+from tests.encoded import encode
+from tests.opened import opened
 from tests.served import HTTP, serve
 
 ALLOW = "tests.tiny:network"
@@ -32,15 +30,9 @@ ADMIN = {"x-api-key": "root"}
 
 
 @pytest.fixture(scope="module")
-def digits(data_root: Path) -> list[bytes]:
-    files = []
-    for name, count in (("mnist", 40), ("fashion-mnist", 24)):
-        dataset = open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"])
-        for index in range(min(count, len(dataset))):
-            buffer = io.BytesIO()
-            Image.fromarray(np.asarray(dataset.image(index))[0]).save(buffer, "PNG")
-            files.append(buffer.getvalue())
-    return files
+def digits() -> list[bytes]:
+    sets = (opened("mnist").subset(torch.arange(40)), opened("fashion-mnist").subset(torch.arange(24)))
+    return [encode(data.image(index)[0]) for data in sets for index in range(len(data))]
 
 
 @asynccontextmanager
@@ -190,21 +182,15 @@ async def test_a_width_of_the_request_decides(angle_bundle: Path, digits: list[b
 
 
 @pytest.mark.anyio
-async def test_an_answer_names_the_reviewed_images_it_is_like(
-    shipped_bundle: Path, data_root: Path, tmp_path: Path
-) -> None:
-    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+async def test_an_answer_names_the_reviewed_images_it_is_like(shipped_bundle: Path, tmp_path: Path) -> None:
+    digits = opened("mnist")
     upright = digits.image(0)[0]
     sevens = [at for at in range(120, 800) if digits.first_labels()[at] == 7][:24]
     turned = [np.ascontiguousarray(digits.image(at)[0][::-1, ::-1]) for at in sevens]
     pairs = [(torch.from_numpy(np.stack(turned[:20]))[:, None], torch.zeros(20, dtype=torch.int64))]
     model = PSC.load(shipped_bundle, device="cpu").learn(pairs, digits.subset(torch.arange(120)))
     model.save(tmp_path / "learnt")
-    files = []
-    for image in (*turned[20:], upright):
-        buffer = io.BytesIO()
-        Image.fromarray(image).save(buffer, "PNG")
-        files.append(buffer.getvalue())
+    files = [encode(image) for image in (*turned[20:], upright)]
     async with serving(tmp_path / "learnt") as client:
         *unknown, known = (await answer(client, files, "?explain=true"))["predictions"]
         told = [each["explanation"]["reviewed"] for each in unknown if each["decision"] == "abstain_ood"]

@@ -6,7 +6,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -121,10 +121,7 @@ def test_errors_do_not_count_the_images_of_a_request(files: list[str], capsys: p
 def test_an_interruption_is_no_traceback(
     files: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object, **__: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Client, "ask", interrupted)
+    monkeypatch.setattr(Client, "ask", Mock(side_effect=KeyboardInterrupt))
     assert run_cli(Script(), *files) == ExitCode.INTERRUPTED
     assert capsys.readouterr().err == "psc-predict: interrupted\n"
 

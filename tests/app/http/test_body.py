@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from app.errors import ClientGone, MalformedRequest, SlowUpload, TooManyImages, UnsupportedEncoding, UnsupportedMedia
-from app.http.body import (
-    MAX_CONTAINERS,
-    MAX_VALUES,
-    has_disconnected,
-    has_more,
-    load_json,
-    parse_json,
-    read_images,
-)
+from app.http.body import MAX_CONTAINERS, MAX_VALUES, has_disconnected, has_more, load_json, parse_json, read_images
 from app.http.v2 import parse_request
 from app.inference.decoder import EncodedImage
 from app.settings import Settings, load_settings

@@ -3,6 +3,7 @@
 import gzip
 import logging
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -140,10 +141,7 @@ async def test_a_large_body_without_room_is_not_read() -> None:
 
 
 async def test_an_internal_error_tells_the_client_nothing(caplog: pytest.LogCaptureFixture, app: Running) -> None:
-    def explode(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("secret detail")
-
-    object.__setattr__(app.service.registry.get(), "predict", explode)
+    object.__setattr__(app.service.registry.get(), "predict", Mock(side_effect=RuntimeError("secret detail")))
     response = await app.client.post("/predict", content=png(1), headers=PNG)
     check_problem(response, 500, "internal")
     assert "secret" not in response.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -59,11 +60,7 @@ def test_choice_that_no_longer_runs_gives_way(psc: PSC, monkeypatch: pytest.Monk
     monkeypatch.setattr(backend, "fastest", lambda seconds, baseline: "onnx")
     monkeypatch.setattr(backend, "pipeline_on", lambda model, name: model.pipeline)
     assert choose_backend(psc, "auto", max_batch=1, threads=1)[0] == "onnx"
-
-    def fail(model: PSC, name: str) -> None:
-        raise NetworkError("no memory")
-
-    monkeypatch.setattr(backend, "pipeline_on", fail)
+    monkeypatch.setattr(backend, "pipeline_on", Mock(side_effect=NetworkError("no memory")))
     assert choose_backend(psc, "auto", max_batch=1, threads=1)[:2] == ("folded", psc.pipeline)
 
 

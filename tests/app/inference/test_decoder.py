@@ -1,6 +1,5 @@
 """Requests take turns in the decode pool: seen with a queue and a clock that the test moves by hand."""
 
-import io
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from app.settings import load_settings
 from psc_core.errors import UndecodableImage
 from psc_core.images.preprocess import PRESETS
 from tests.app.inference.support import decoder_on
+from tests.encoded import encode
 
 pytestmark = pytest.mark.anyio
 
@@ -165,11 +165,10 @@ def test_unwanted_request_is_not_decoded(hands: Callable[..., Hands]) -> None:
 
 @pytest.mark.parametrize(("background", "level"), [("black", 0), ("white", 255), ("none", 7)])
 def test_alpha_is_blended_as_the_model_says(background: str, level: int) -> None:
-    image, file = Image.new("LA", (28, 28), (7, 0)), io.BytesIO()
+    image = Image.new("LA", (28, 28), (7, 0))
     image.putpixel((0, 0), (7, 255))
-    image.save(file, "PNG")
     answered: list[npt.NDArray[np.uint8]] = []
-    uploads = [EncodedImage(file.getvalue())]
+    uploads = [EncodedImage(encode(image))]
     with ThreadPoolExecutor(1) as pool:
         preprocess = replace(PRESETS["mnist"], background=background)
         decoder = decoder_on(pool, threads=1, inline_bytes=1 << 20, preprocess=preprocess)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import io
 import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -37,6 +36,7 @@ from psc_core.model import PSC
 from psc_core.tasks.base import Outputs
 from tests.app.fakes import FakeModel, pixels, png
 from tests.app.support import PNG, Running, running, serve_next, until
+from tests.encoded import encode
 
 pytestmark = pytest.mark.anyio
 
@@ -335,10 +335,9 @@ async def test_a_model_that_was_unloaded_stays_so_in_the_engine_that_takes_over(
 
 async def test_new_model_begins_without_the_drift_of_the_old() -> None:
     async with running(admin_keys="root", drift_window=10) as app:
-        image, file = pixels(0), io.BytesIO()
+        image = pixels(0)
         image[:, ::2] = 255  # p-value 0.1
-        Image.fromarray(image).save(file, "PNG")
-        await app.client.post("/predict", content=file.getvalue(), headers=PNG)
+        await app.client.post("/predict", content=encode(image), headers=PNG)
         assert await app.metric('psc_drift_window_ood_rate{model="m"}') == 1
         serve_next(app, FakeModel("v2"))
         await reload(app)
@@ -433,8 +432,5 @@ def test_a_warm_up_without_end_is_refused(model: PSC, monkeypatch: pytest.Monkey
 
 
 def test_a_network_without_an_estimate_is_tried(model: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(_: PSC) -> None:
-        raise NotImplementedError
-
-    monkeypatch.setattr(models, "cost_of_an_image", unknown)
+    monkeypatch.setattr(models, "cost_of_an_image", Mock(side_effect=NotImplementedError))
     check_affordable(model, max_batch=64, seconds=600.0)

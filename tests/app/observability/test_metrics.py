@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
@@ -390,12 +391,9 @@ def test_connections_without_end_leave_one_line(workers: int) -> None:
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError(), RuntimeError(), type("NVMLError", (Exception,), {})()])
 def test_without_nvml_there_is_no_utilisation(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(_: torch.device) -> float:
-        raise error
-
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3, 10))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5)
-    monkeypatch.setattr(torch.cuda, "utilization", fail)
+    monkeypatch.setattr(torch.cuda, "utilization", Mock(side_effect=error))
     record_gpu(metrics := Metrics(), torch.device("cuda"))
     for kind, size in {"used": 7, "total": 10, "allocated": 5}.items():
         assert metrics.registry.get_sample_value("psc_gpu_memory_bytes", {"device": "cuda", "kind": kind}) == size

@@ -1,4 +1,3 @@
-import io
 import re
 import shutil
 from collections import Counter
@@ -6,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image
@@ -39,6 +38,8 @@ from psc_core.data.dataset import (
 from psc_core.data.open import image_folder, open_dataset
 from psc_core.errors import DataError, UsageError
 from psc_core.images.preprocess import PRESETS, Preprocess
+from tests.encoded import encode
+from tests.opened import opened
 from tests.psc_core.data.support import TINY, write_folder
 from tests.psc_core.images.support import GRADIENT, tiff_of
 
@@ -120,10 +121,7 @@ def test_takes_half_of_the_free_space(folder: ImageDataset, tmp_path: Path, monk
 def test_a_full_disk_is_an_error_only_where_the_folder_was_asked_for(
     folder: ImageDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cache.os, "posix_fallocate", full)
+    monkeypatch.setattr(cache.os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
     assert cache_images(folder) is folder
     with pytest.raises(UsageError, match="No space left on device; choose another --cache or off"):
         cache_images(folder, tmp_path)
@@ -131,8 +129,8 @@ def test_a_full_disk_is_an_error_only_where_the_folder_was_asked_for(
         cache_images(folder, tmp_path / "nowhere")
 
 
-def test_arrays_of_the_right_size_are_read_as_they_are(data_root: Path) -> None:
-    digits = open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
+def test_arrays_of_the_right_size_are_read_as_they_are() -> None:
+    digits = opened("mnist", "train")
     assert cache_images(digits) is digits and pixel_bytes(digits) == 0
 
 
@@ -209,18 +207,13 @@ def folder_overlap(root: Path, first: int, preprocess: Preprocess = MNIST) -> Im
     return image_folder(root, preprocess)
 
 
-def png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
-    return file.getvalue()
-
-
 def held(kind: str, shades: range) -> ImageDataset:
     """Images of these shades in memory."""
     pixels = np.stack([np.full((28, 28), shade, np.uint8) for shade in shades])
     sources = {
         "pictures": ArraySource(pixels),
         "inputs": TensorSource(pixels[:, None].astype(np.float32)),
-        "files": EncodedSource([str(shade) for shade in shades], [png(image) for image in pixels]),
+        "files": EncodedSource([str(shade) for shade in shades], [encode(image) for image in pixels]),
     }
     return label_images(kind, ("a",), sources[kind], torch.zeros(len(shades), dtype=torch.int64), MNIST)
 

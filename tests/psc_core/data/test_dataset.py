@@ -21,9 +21,9 @@ from psc_core.data.dataset import (
     split_validation,
     stable_order,
 )
-from psc_core.data.open import image_folder, open_dataset
+from psc_core.data.open import image_folder
 from psc_core.errors import DataError
-from psc_core.images.preprocess import PRESETS
+from tests.opened import opened
 from tests.psc_core.data.support import TINY, write_folder
 
 
@@ -80,8 +80,8 @@ def test_rejects_labels_out_of_range() -> None:
         numbered(torch.tensor([0, 3]))
 
 
-def test_halves_are_disjoint_and_reproducible(data_root: Path) -> None:
-    val = open_dataset(f"dirty-mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+def test_halves_are_disjoint_and_reproducible() -> None:
+    val = opened("dirty-mnist", "val")
     choose, calibrate = split_validation(val, seed=3)
     assert sorted(choose.indices.tolist() + calibrate.indices.tolist()) == sorted(val.indices.tolist())
     assert torch.equal(split_validation(val, seed=3)[1].indices, calibrate.indices)
@@ -152,12 +152,9 @@ def test_unusable_numbers_are_refused(values: list[float], said: str) -> None:
         numbers(values)
 
 
-def test_rotated_digits_are_digits_turned_by_their_angle(data_root: Path) -> None:
-    turned, plain = (
-        open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"])
-        for name in ("rotated-mnist", "mnist")
-    )
-    again = open_dataset(f"rotated-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+def test_rotated_digits_are_digits_turned_by_their_angle() -> None:
+    turned, plain = (opened(name) for name in ("rotated-mnist", "mnist"))
+    again = opened("rotated-mnist")
     assert turned.values is not None and again.values is not None and torch.equal(turned.values, again.values)
     assert float(turned.values.abs().max()) <= 60 and float(turned.values.std()) > 30
     for index in range(20):

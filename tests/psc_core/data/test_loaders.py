@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -398,13 +399,14 @@ def test_what_the_disk_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         def write(self, _: object) -> int:
             raise OSError(28, "No space left on device")
 
-    def none() -> str:
-        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
-
     with monkeypatch.context() as patch:
         patch.setattr(cache.Scratch, "open", lambda _: Full(io.FileIO(tmp_path / "full", "w+")))
         with pytest.raises(UsageError, match="No space left on device; set TMPDIR"):
             open_loader(PAIRS)
-    monkeypatch.setattr(tempfile, "gettempdir", none)
+    monkeypatch.setattr(
+        tempfile,
+        "gettempdir",
+        Mock(side_effect=FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")),
+    )
     with pytest.raises(UsageError, match="TMPDIR"):
         open_loader(PAIRS)

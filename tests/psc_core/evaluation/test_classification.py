@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as sklearn_metrics
 from torch import Tensor, nn
 
-from psc_core import PRESETS, metrics, open_dataset
+from psc_core import metrics
 from psc_core.answers import ClassificationPolicy
 from psc_core.compute import Compute
 from psc_core.data.dataset import ArraySource, ImageDataset, label_images
@@ -43,6 +42,7 @@ from psc_core.model import PSC
 from psc_core.network.cut import truncate
 from psc_core.pipeline import Pipeline, Scorer
 from psc_core.tasks.classification import fit_calibration
+from tests.opened import opened
 from tests.psc_core.test_metrics import LEVELS, tensor
 from tests.reference import metrics as naive
 
@@ -246,8 +246,8 @@ def test_rejects_other_data(psc: PSC) -> None:
         evaluate(psc, other, {})
 
 
-def test_the_original_network_gives_its_softmax_in_the_precision_of_its_model(data_root: Path) -> None:
-    data = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+def test_the_original_network_gives_its_softmax_in_the_precision_of_its_model() -> None:
+    data = opened("mnist", "val")
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).eval()
     images = next(data.batches(5)).images
     cpu = torch.device("cpu")

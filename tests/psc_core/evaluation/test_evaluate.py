@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from psc_core import load_model, open_dataset
+from psc_core import open_dataset
 from psc_core.data.open import image_folder
 from psc_core.evaluation.evaluate import ObservedRate, describe_rate, evaluate, observed_rate, repeated_warning
 from psc_core.metrics import CountInterval, RateInterval
+from tests.opened import loaded
 from tests.psc_core.data.support import TINY, write_folder
 
 
@@ -16,7 +17,7 @@ from tests.psc_core.data.support import TINY, write_folder
 def test_a_model_of_any_task_is_measured(
     bundle: str, data: str, data_root: Path, request: pytest.FixtureRequest
 ) -> None:
-    model = load_model(request.getfixturevalue(bundle), device="cpu", allow_factories=["tests.tiny:network"])
+    model = loaded(request.getfixturevalue(bundle))
     known, shirts = (
         open_dataset(f"{name}:{data_root}", split="test", preprocess=model.preprocess).subset(torch.arange(40))
         for name in (data, "fashion-mnist")

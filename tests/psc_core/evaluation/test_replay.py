@@ -8,24 +8,23 @@ import numpy as np
 import pytest
 import torch
 
-from psc_core.data.open import open_dataset
 from psc_core.errors import UsageError
 from psc_core.evaluation.replay import replay
-from psc_core.images.preprocess import PRESETS
 from psc_core.log.sample import read_sample
 from psc_core.log.store import image_path, open_log
-from psc_core.model import FittedModel, load_model
+from psc_core.model import FittedModel
 from psc_core.report.page import replay_text, write_replay
 from tests.logged import Logged, dimmed, png, write_log
+from tests.opened import loaded, opened
 
 
 @pytest.fixture(scope="module")
 def model(tiny_bundle: Path) -> FittedModel:
-    return load_model(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    return loaded(tiny_bundle)
 
 
-def test_tables_say_what_they_are_of(model: FittedModel, data_root: Path, tmp_path: Path) -> None:
-    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+def test_tables_say_what_they_are_of(model: FittedModel, tmp_path: Path) -> None:
+    digits = opened("mnist")
     contents = [*(png(digits.image(i)[0]) for i in range(30)), *(dimmed(digits, i) for i in range(30))]
     now = model.predict(contents)
     other = {"accept": "abstain_ood", "abstain_ood": "accept", "abstain_ambiguous": "accept"}
@@ -79,7 +78,7 @@ def test_without_a_random_sample_nothing_is_said_of_all(model: FittedModel, tmp_
 
 
 def test_a_regression_has_no_labels_but_numbers_that_moved(angle_bundle: Path, tmp_path: Path) -> None:
-    model = load_model(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    model = loaded(angle_bundle)
     contents = [png(np.full((28, 28), 40 * i, np.uint8)) for i in range(5)]
     outputs = model.compute(contents)
     moves, images = [1.0, -2.0, 3.0, 4.0, 0.0], []

@@ -2,6 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -131,11 +132,7 @@ def test_says_that_images_are_not_kept(folders: FitData, monkeypatch: pytest.Mon
     same, (said,) = folders.cached(Scratch())
     assert same == folders and "--cache DIR" in said
     monkeypatch.undo()
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cache.os, "posix_fallocate", full)
+    monkeypatch.setattr(cache.os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
     assert folders.cached(Scratch())[1] == (said,)
 
 

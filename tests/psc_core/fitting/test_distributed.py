@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from psc_core import projection
 from psc_core.cli import fit as cli
-from psc_core.data.open import open_dataset
-from psc_core.images.preprocess import PRESETS
 from psc_core.model import PSC
 from tests import warm
 from tests.conftest import ROOT, TinyJob
+from tests.opened import opened
 from tests.tiny import network
 
 PROGRAM = """
@@ -89,7 +88,7 @@ def launch(folder: Path, args: list[str]) -> list[str]:
     return [printed for printed, _ in said]
 
 
-def test_two_processes_fit_what_one_fits(tiny_job: TinyJob, data_root: Path, tmp_path: Path) -> None:
+def test_two_processes_fit_what_one_fits(tiny_job: TinyJob, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()
     weights = tmp_path / "net.safetensors"
@@ -118,7 +117,7 @@ def test_two_processes_fit_what_one_fits(tiny_job: TinyJob, data_root: Path, tmp
     for name, expected in parts[0].items():  # Stored in float32: equal up to the last digit.
         torch.testing.assert_close(parts[1][name], expected, rtol=1e-6, atol=1e-7)
 
-    images = next(open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"]).batches(64)).images
+    images = next(opened("mnist").batches(64)).images
     told = [
         PSC.load(folder / "bundle", device="cpu", allow_factories=(FACTORY,)).predict(images) for folder in (one, two)
     ]

@@ -6,17 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from psc_core import (
-    PRESETS,
-    PSC,
-    FitSettings,
-    fit_projection,
-    fit_psc,
-    load_network,
-    measure_collapse,
-    open_dataset,
-    open_loader,
-)
+from psc_core import PSC, FitSettings, fit_projection, fit_psc, load_network, measure_collapse, open_loader
 from psc_core import fit as stages
 from psc_core.collapse import ChosenLayer
 from psc_core.data.dataset import ImageDataset, concatenate, draw_balanced
@@ -28,6 +18,7 @@ from psc_core.projection import FittedProjection
 from psc_core.settings import Stage, settings_where
 from tests import tiny
 from tests.conftest import TinyJob
+from tests.opened import opened
 
 SETTINGS = FitSettings(device="cpu")
 
@@ -77,8 +68,8 @@ def test_validation_images_that_were_trained_on_are_refused(
                 stage(train, data, settings=SETTINGS)
     with pytest.warns(LoaderWarning, match="validation images are repeated"):
         twice = [(batch.images, batch.labels) for batch in val.batches(64)] * 2
-        loaded = open_loader(twice, preprocess=val.preprocess, classes=val.classes)
-        fit_psc(net, ChosenLayer(("4",), ""), projection, train, loaded, head="duq", settings=SETTINGS)
+        repeated = open_loader(twice, preprocess=val.preprocess, classes=val.classes)
+        fit_psc(net, ChosenLayer(("4",), ""), projection, train, repeated, head="duq", settings=SETTINGS)
 
 
 def test_a_network_that_reads_the_whole_batch_is_refused_before_the_images(
@@ -127,10 +118,9 @@ def recording(settings: FitSettings, read: set[str]) -> FitSettings:
 
 
 @pytest.mark.parametrize(("job", "images"), [("tiny_job", "mnist"), ("angle_job", "rotated-mnist")])
-def test_stages_read_their_settings(job: str, images: str, data_root: Path, request: pytest.FixtureRequest) -> None:
+def test_stages_read_their_settings(job: str, images: str, request: pytest.FixtureRequest) -> None:
     trained: TinyJob = request.getfixturevalue(job)
-    opened = partial(open_dataset, f"{images}:{data_root}", preprocess=PRESETS["mnist"])
-    data = FitData.of(opened(split="train"), opened(split="val"))
+    data = FitData.of(opened(images, "train"), opened(images, "val"))
     settings = check_settings(FitSettings(device="cpu", minimum_dim=8), data)
     read: dict[Stage, set[str]] = {stage: set() for stage in Stage}
     jobs = {stage: FitJob(data, recording(settings, read[stage]), settings.compute()) for stage in Stage}
@@ -157,19 +147,12 @@ FACTORY = "tests.tiny:network"
     ids=["two layers", "map and vector", "vector", "pooled"],
 )
 def test_every_kind_of_layer(
-    tiny_job: TinyJob,
-    data_root: Path,
-    tmp_path: Path,
-    layers: tuple[str, ...],
-    budget: int,
-    positions: tuple[int, ...],
-    reduced: bool,
+    tiny_job: TinyJob, tmp_path: Path, layers: tuple[str, ...], budget: int, positions: tuple[int, ...], reduced: bool
 ) -> None:
-    weights = tiny_job.args[tiny_job.args.index("--weights") + 1]
+    weights = tiny_job.weights
     net = load_network(FACTORY, weights=weights, num_classes=10)
     train, val, shirts = (
-        open_dataset(f"{name}:{data_root}", split=split, preprocess=PRESETS["mnist"])
-        for name, split in (("mnist", "train"), ("mnist", "val"), ("fashion-mnist", "test"))
+        opened(name, split) for name, split in (("mnist", "train"), ("mnist", "val"), ("fashion-mnist", "test"))
     )
     settings = FitSettings(device="cpu", max_memory=budget)
     chosen = ChosenLayer(layers, "named by the test")
@@ -180,11 +163,11 @@ def test_every_kind_of_layer(
     psc.save(tmp_path / "bundle")
     again = PSC.load(tmp_path / "bundle", device="cpu", allow_factories=(FACTORY,))
     digits = next(iter(val.batches(100))).images
-    fitted, loaded = psc.predict(digits), again.predict(digits)
-    torch.testing.assert_close(loaded.probabilities, fitted.probabilities, atol=1e-5, rtol=0)
-    torch.testing.assert_close(loaded.log_density, fitted.log_density, atol=1e-3, rtol=1e-5)
+    fitted, stored = psc.predict(digits), again.predict(digits)
+    torch.testing.assert_close(stored.probabilities, fitted.probabilities, atol=1e-5, rtol=0)
+    torch.testing.assert_close(stored.log_density, fitted.log_density, atol=1e-3, rtol=1e-5)
     doubted = again.predict(next(iter(shirts.batches(100))).images).is_ood.double().mean()
-    assert float(doubted) > float(loaded.is_ood.double().mean())
+    assert float(doubted) > float(stored.is_ood.double().mean())
     assert again.layers == layers
 
 

@@ -17,17 +17,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from psc_core import (
-    PRESETS,
-    PSC,
-    PSCRegressor,
-    fit_projection,
-    fit_psc,
-    load_model,
-    measure_collapse,
-    open_dataset,
-    open_loader,
-)
+from psc_core import PRESETS, PSC, PSCRegressor, fit_projection, fit_psc, measure_collapse, open_dataset, open_loader
 from psc_core.bundle import HISTORY
 from psc_core.data.dataset import ImageDataset, ImageSource, known_values
 from psc_core.errors import DataError, LoaderWarning, NetworkError, UsageError
@@ -37,6 +27,7 @@ from psc_core.tasks.regression import width_without_image
 from tests import tiny
 from tests.conftest import TinyJob
 from tests.folders import transformer
+from tests.opened import loaded, opened
 
 Splits = tuple[TensorDataset, TensorDataset]
 MNIST = PRESETS["mnist"]
@@ -63,8 +54,8 @@ def splits(train: ImageDataset, val: ImageDataset) -> Splits:
 
 
 @pytest.fixture(scope="module")
-def test(data_root: Path) -> TensorDataset:
-    return pairs(open_dataset(f"mnist:{data_root}", split="test", preprocess=MNIST))
+def test() -> TensorDataset:
+    return pairs(opened("mnist"))
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +76,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory, train: ImageDataset, val: 
 
 @pytest.fixture(scope="module")
 def by_folders(net: nn.Module, folders: Path) -> PSC:
-    opened = [open_dataset(str(folders / split), split=split, preprocess=MNIST) for split in ("train", "val")]
-    chosen = measure_collapse(net, *opened, device="cpu").choose()
-    projection = fit_projection(net, chosen, *opened, device="cpu")
-    return fit_psc(net, chosen, projection, *opened, device="cpu")
+    images = [open_dataset(str(folders / split), split=split, preprocess=MNIST) for split in ("train", "val")]
+    chosen = measure_collapse(net, *images, device="cpu").choose()
+    projection = fit_projection(net, chosen, *images, device="cpu")
+    return fit_psc(net, chosen, projection, *images, device="cpu")
 
 
 def test_inputs_that_nobody_compared_are_told_once(net: nn.Module, splits: Splits, fitted: PSC) -> None:
@@ -251,13 +242,13 @@ class Damaged:
 
 
 def test_files_are_decoded_once_and_damaged_ones_skipped(net: nn.Module, folders: Path) -> None:
-    opened = [open_dataset(str(folders / split), split=split, preprocess=MNIST) for split in ("train", "val")]
-    sources = [Damaged(each.source) for each in opened]
-    data = [replace(each, source=source) for each, source in zip(opened, sources, strict=True)]
+    images = [open_dataset(str(folders / split), split=split, preprocess=MNIST) for split in ("train", "val")]
+    sources = [Damaged(each.source) for each in images]
+    data = [replace(each, source=source) for each, source in zip(images, sources, strict=True)]
     with pytest.warns(UserWarning, match="left out: the first image is damaged; .*; left out 2 "):
         psc = PSC.fit(net, *data, **QUICK)
     assert all(source.reads == dict.fromkeys(range(1, len(source)), 1) for source in sources)
-    assert len(psc.calibration) == len(opened[1]) // 2  # half of those that are left, rounded up
+    assert len(psc.calibration) == len(images[1]) // 2  # half of those that are left, rounded up
 
 
 def test_a_network_that_no_bundle_can_hold_is_told_of_first(splits: Splits, capfd: pytest.CaptureFixture[str]) -> None:
@@ -294,7 +285,7 @@ def test_calibration_on_other_images(fitted: PSC, test: TensorDataset, tmp_path:
     assert manifests[0].version != manifests[1].version and HISTORY not in manifests[0].provenance
     (entry,) = manifests[1].provenance[HISTORY]
     assert [entry[name] for name in ("labels", "calibrated_on", "effective_sample_size")] == [400] * 3
-    again = load_model(tmp_path / "two", device="cpu", allow_factories=["tests.tiny:network"])
+    again = loaded(tmp_path / "two")
     assert again(inputs).decision == after.decision
     from_bundle = PSC.load(tmp_path / "one", device="cpu", allow_factories=["tests.tiny:network"])
     twice = from_bundle.calibrate(Subset(test, range(400)))
@@ -321,12 +312,9 @@ def test_a_network_that_guesses_is_named_before_the_fit(net: nn.Module, splits: 
         PSC.fit(net, train, shuffled, layer="4", c_proj=4, d_proj=2, **STATISTICS)
 
 
-def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> None:
-    opened = {
-        split: open_dataset(f"rotated-mnist:{data_root}", split=split, preprocess=MNIST)
-        for split in ("train", "val", "test")
-    }
-    loaders = {split: pairs(data, data.values) for split, data in opened.items()}
+def test_a_regression(angle_job: TinyJob, tmp_path: Path) -> None:
+    sets = {split: opened("rotated-mnist", split) for split in ("train", "val", "test")}
+    loaders = {split: pairs(data, data.values) for split, data in sets.items()}
     with pytest.raises(UsageError, match="a regression does not read risk"):
         PSCRegressor.fit(angle_job.net, loaders["train"], loaders["val"], risk=0.1)
     model = PSCRegressor.fit(
@@ -343,14 +331,14 @@ def test_a_regression(angle_job: TinyJob, data_root: Path, tmp_path: Path) -> No
     assert len(calibrated.calibration) == len(loaders["test"]) and calibrated.policy.coverage == 0.9
     narrow = model.calibrate(loaders["test"], coverage=0.5)  # Its width is the calibration's, as none is asked for.
     assert narrow.policy.max_width == pytest.approx(
-        width_without_image(known_values(opened["test"].values), 0.5), rel=1e-6
+        width_without_image(known_values(sets["test"].values), 0.5), rel=1e-6
     )
     assert "an interval that holds 50% of the numbers" in narrow.policy.headline(narrow.report["metrics"])
     asked = narrow.calibrate(loaders["test"], max_width=20.0).calibrate(loaders["test"], coverage=0.9)
     assert asked.policy.max_width == 20.0 and "width_without_image" not in asked.report["metrics"]
     with pytest.raises(DataError, match=r"expected numbers of angle, degrees in .*, got angle, radians"):
         target = model.target.model_copy(update={"unit": "radians"})
-        model.calibrate(replace(opened["test"], target=target))
+        model.calibrate(replace(sets["test"], target=target))
 
 
 def test_classes_are_the_networks_outputs_or_named(net: nn.Module, splits: Splits) -> None:
@@ -375,10 +363,8 @@ def test_opened_data_and_loaders_go_together(net: nn.Module, train: ImageDataset
     assert torch.equal(psc(splits[1].tensors[0]).log_density, fitted(splits[1].tensors[0]).log_density)
 
 
-def test_a_target_that_a_data_set_has_is_refused(angle_job: TinyJob, data_root: Path) -> None:
-    train, val = (
-        open_dataset(f"rotated-mnist:{data_root}", split=split, preprocess=MNIST) for split in ("train", "val")
-    )
+def test_a_target_that_a_data_set_has_is_refused(angle_job: TinyJob) -> None:
+    train, val = (opened("rotated-mnist", split) for split in ("train", "val"))
     quick: dict[str, Any] = {"layer": "4", "c_proj": 4, "d_proj": 2}
     with pytest.raises(UsageError, match="what their labels mean; leave out target, unit, or give"):
         PSCRegressor.fit(angle_job.net, train, val, target="tilt", unit="radians", **quick)
@@ -410,16 +396,16 @@ def test_what_the_program_has_set_changes_no_number(
 ) -> None:
     inputs = test.tensors[0][:50]
     expected = fitted(inputs).probabilities
-    again = fitted.calibrate(splits[1], risk=0.3)(inputs).ood_p_value
+    p_value = fitted.calibrate(splits[1], risk=0.3)(inputs).ood_p_value
     with set_by_the_program(kind):
         psc = PSC.fit(net, *splits, **STATISTICS, **QUICK)
         psc.save(tmp_path / "bundle")
-        loaded = PSC.load(tmp_path / "bundle", device="cpu", allow_factories=["tests.tiny:network"])
-        found = [model(inputs).probabilities for model in (fitted, psc, loaded)]
+        again = PSC.load(tmp_path / "bundle", device="cpu", allow_factories=["tests.tiny:network"])
+        found = [model(inputs).probabilities for model in (fitted, psc, again)]
         calibrated = fitted.calibrate(splits[1], risk=0.3)(inputs).ood_p_value
-    for each in (*found, loaded(inputs).probabilities):
+    for each in (*found, again(inputs).probabilities):
         torch.testing.assert_close(each, expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(calibrated, again)
+    torch.testing.assert_close(calibrated, p_value)
 
 
 @pytest.mark.parametrize(

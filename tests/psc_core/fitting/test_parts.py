@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchvision import models
 
-from psc_core import PSC, FitSettings, fit_projection, fit_psc, measure_collapse, open_dataset
+from psc_core import PSC, FitSettings, fit_projection, fit_psc, measure_collapse
 from psc_core import checks as synthetic
 from psc_core.calibrate import score_dataset
 from psc_core.checks import CROP, PATCHES, TEXTURE, check_values, least_regret, paste
@@ -21,10 +21,10 @@ from psc_core.fit import fit_stages, project
 from psc_core.fit_data import Checkpoint, FitData, FitJob
 from psc_core.fit_parts import Layers, cut, early_layers, fewest_positions, read, round_floats, warn_of_unread
 from psc_core.heads import sngp, softmax
-from psc_core.images.preprocess import PRESETS
 from psc_core.maps import Grid, PositionMoments, choose_map
 from psc_core.metrics import auroc
 from psc_core.projection import FittedProjection, ProjectionReport
+from tests.opened import opened
 
 SETTINGS = FitSettings(device="cpu")
 
@@ -143,8 +143,8 @@ def test_score_is_that_of_the_checks(psc: PSC, val: ImageDataset) -> None:
     torch.testing.assert_close(psc.calibration.ood_scores, checks.score(values[1]).sort().values)
 
 
-def test_unlike_images_alarm_and_name_a_check(psc: PSC, data_root: Path) -> None:
-    garments = next(open_dataset(f"fashion-mnist:{data_root}", split="test", preprocess=PRESETS["mnist"]).batches(64))
+def test_unlike_images_alarm_and_name_a_check(psc: PSC) -> None:
+    garments = next(opened("fashion-mnist").batches(64))
     prediction = psc.predict(garments.images)
     assert prediction.is_ood.float().mean() > 0.5
     smallest = torch.stack(list(prediction.checks.values())).amin(dim=0)

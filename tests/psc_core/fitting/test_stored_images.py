@@ -18,6 +18,7 @@ from psc_core.metrics import auroc
 from psc_core.model import FittedModel
 from psc_core.projection import FittedProjection
 from tests.conftest import TinyJob
+from tests.opened import loaded
 
 FACTORY = "tests.tiny:network"
 COUNT = 25
@@ -54,7 +55,7 @@ def test_kept_images_are_their_own_nearest(psc: PSC, train: ImageDataset) -> Non
 
 def test_they_stay_wherever_the_model_goes(psc: PSC, train: ImageDataset, val: ImageDataset, tmp_path: Path) -> None:
     version = psc.save(tmp_path / "bundle").version
-    served = load_model(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
+    served = loaded(tmp_path / "bundle")
     check_kept(served, train)
     check_kept(served.calibrate(val), train)
     assert served.save(tmp_path / "again").version == version
@@ -78,7 +79,7 @@ def test_a_regression_keeps_their_numbers(angle_job: TinyJob, data_root: Path, t
     model = PSCRegressor.fit(angle_job.net, train, val, **quick)
     check_kept(model, train)
     model.save(tmp_path / "bundle")
-    stored_images = load_model(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY]).pipeline.stored_images
+    stored_images = loaded(tmp_path / "bundle").pipeline.stored_images
     assert stored_images is not None and train.values is not None
     kept = stored_images.tensors()
     assert torch.equal(kept["values"], train.values[kept["images"]])
@@ -116,7 +117,7 @@ def test_in_bfloat16(
     exact = fit_psc(net, chosen, projection, train, val, settings=WITH_MAPS)
     half = fit_psc(net, chosen, projection, train, val, settings=WITH_MAPS.changed({"precision": "bf16"}))
     half.save(tmp_path / "bundle")
-    served = load_model(tmp_path / "bundle", device="cpu", allow_factories=[FACTORY])
+    served = loaded(tmp_path / "bundle")
     assert served.pipeline.scorer.precision == "bf16"
     assert told(served, images) == pytest.approx(told(exact, images), abs=0.02)
     assert nearest(served, kept_of(half, train)).tolist() == list(range(20))

@@ -1,19 +1,11 @@
 """Encoded images."""
 
-import io
 import struct
 import zlib
 
 import numpy as np
-from PIL import Image
 
 GRADIENT = np.add.outer(np.arange(24), np.arange(32)).astype(np.uint8) * 4
-
-
-def encode(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:

@@ -20,7 +20,8 @@ from psc_core.errors import ImageError, ImageTooLarge, UndecodableImage, Unsuppo
 from psc_core.images import BACKGROUNDS, SUFFIXES, decode
 from psc_core.images.decode import FAST, IMAGE_FORMATS, SMALL, as_base64, decode_image, open_image, to_grey_or_rgb
 from psc_core.images.preprocess import PRESETS
-from tests.psc_core.images.support import GRADIENT, encode, png_of, tiff_of
+from tests.encoded import encode
+from tests.psc_core.images.support import GRADIENT, png_of, tiff_of
 
 
 @pytest.mark.parametrize("kind", IMAGE_FORMATS)
@@ -34,9 +35,7 @@ def test_reads_every_format(kind: str) -> None:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_suffix_that_a_folder_is_searched_for_can_be_decoded(suffix: str) -> None:
-    buffer = io.BytesIO()
-    Image.new("RGB", (5, 4)).save(buffer, Image.registered_extensions()[suffix])
-    assert decode_image(buffer.getvalue()).size == (5, 4)
+    assert decode_image(encode(Image.new("RGB", (5, 4)), Image.registered_extensions()[suffix])).size == (5, 4)
 
 
 @pytest.mark.parametrize(
@@ -448,9 +447,7 @@ def test_library_of_other_pixels_is_not_used(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *args, **options: real(*args, **options) ^ 1)
     decode._agrees.cache_clear()
     try:
-        file = io.BytesIO()
-        Image.new("RGB", (30, 20)).save(file, "JPEG")
-        assert open_image(file.getvalue()).samples("RGB") is None
+        assert open_image(encode(Image.new("RGB", (30, 20)), "JPEG")).samples("RGB") is None
         assert "different pixels" in caplog.text
     finally:
         decode._agrees.cache_clear()

@@ -22,6 +22,7 @@ from psc_core.errors import ImageError, UsageError
 from psc_core.images import BACKGROUNDS, CROP_ROUNDINGS
 from psc_core.images.preprocess import INTERPOLATIONS, PRESETS, RESIZERS, Preprocess, as_batch, read_image
 from tests.conftest import SHIPPED_BUNDLE
+from tests.encoded import encode
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -92,10 +93,8 @@ def test_json_round_trip(name: str) -> None:
 def test_alpha_is_read_as_the_preprocess_says(resizer: str, background: str, level: int) -> None:
     image = Image.new("RGBA", (32, 32), (90, 90, 90, 255))
     image.paste((90, 90, 90, 0), (0, 0, 32, 16))
-    file = io.BytesIO()
-    image.save(file, "PNG")
     preprocess = replace(PRESETS["cifar10"], resizer=resizer, background=background)
-    for found in (preprocess.from_bytes(file.getvalue()), read_image(image, preprocess)):
+    for found in (preprocess.from_bytes(encode(image)), read_image(image, preprocess)):
         assert (found[:, :15] == level).all() and (found[:, 17:] == 90).all()
 
 
@@ -197,14 +196,8 @@ def test_rejects_invalid_settings(fields: dict[str, object]) -> None:
         Preprocess(**{**good, **fields})
 
 
-def png(image: torch.Tensor) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(image[0].numpy()).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def test_all_forms_of_an_image_agree(psc: PSC, digits: torch.Tensor, tmp_path: Path) -> None:
-    files = [png(image) for image in digits[:5]]
+    files = [encode(image[0]) for image in digits[:5]]
     paths = [tmp_path / f"{index}.png" for index in range(5)]
     for path, file in zip(paths, files, strict=True):
         path.write_bytes(file)
@@ -254,9 +247,7 @@ def test_pillow_image_equals_its_file(psc: PSC) -> None:
     turned.getexif()[0x0112] = 6
     wide = Image.fromarray(torch.arange(784, dtype=torch.int32).view(28, 28).numpy().astype("uint16") * 80)
     for image in (clear, turned, wide):
-        file = io.BytesIO()
-        image.save(file, "PNG", exif=image.getexif())
-        one, other = psc.predict([image]), psc.predict([file.getvalue()])
+        one, other = psc.predict([image]), psc.predict([encode(image, exif=image.getexif())])
         assert torch.equal(one.log_density, other.log_density)
 
 

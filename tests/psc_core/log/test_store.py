@@ -1,12 +1,12 @@
 """A log's files, rows, images and models."""
 
 import hashlib
-import io
 import json
 import os
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -41,6 +41,7 @@ from psc_core.log.store import (
     row_schema,
     scores_in,
 )
+from tests.encoded import encode
 from tests.logged import Logged, png, write_log
 from tests.psc_core.log.support import CLASSES, TIME, add_values, digest, make_log, put_rows, row
 
@@ -63,11 +64,7 @@ def test_files_of_a_folder(tmp_path: Path) -> None:
 def test_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = open_log(tmp_path)
     log.put("images/ab/x.png", b"old")
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         log.put("images/ab/x.png", b"new")
     assert [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()] == [b"old"]
@@ -216,9 +213,7 @@ def test_files_with_damaged_pages_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", IMAGE_FORMATS)
 def test_extension_of_every_format_that_is_decoded(name: str) -> None:
-    file = io.BytesIO()
-    Image.new("L", (4, 4)).save(file, name)
-    extension = extension_of(file.getvalue())
+    extension = extension_of(encode(Image.new("L", (4, 4)), name))
     assert Image.registered_extensions()[f".{extension}"] == name
     assert extension_of(b"?") == "img"
 

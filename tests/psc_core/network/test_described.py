@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,11 +79,7 @@ def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of the hub, which cannot be reached."""
     hub = pytest.importorskip("huggingface_hub", reason="it keeps the cache")
-
-    def unreachable(*_: Any, **__: Any) -> None:
-        raise AssertionError("the hub was asked")
-
-    monkeypatch.setattr(hub.HfApi, "repo_info", unreachable)
+    monkeypatch.setattr(hub.HfApi, "repo_info", Mock(side_effect=AssertionError("the hub was asked")))
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
     return tmp_path
 

@@ -14,8 +14,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
-from psc_core import PRESETS, PSC, open_dataset
+from psc_core import PSC
 from psc_core.network.cut import cut_graph, fuse, truncate
+from tests.opened import opened
 
 
 def unlike_new(net: nn.Module) -> nn.Module:
@@ -264,20 +265,18 @@ def psc(shipped_bundle: Path) -> PSC:
     return PSC.load(shipped_bundle, device="cpu")
 
 
-def images(data_root: Path, name: str) -> Tensor:
-    return next(
-        iter(open_dataset(f"{name}:{data_root}", split="test", preprocess=PRESETS["mnist"]).batches(100))
-    ).images
+def images(name: str) -> Tensor:
+    return next(iter(opened(name).batches(100))).images
 
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("onednn", [False, True])
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
-def test_bf16_decisions_match_fp32(psc: PSC, data_root: Path, name: str, onednn: bool) -> None:
+def test_bf16_decisions_match_fp32(psc: PSC, name: str, onednn: bool) -> None:
     half = psc.pipeline.with_backbone(psc.backbone.fused("bf16"))
     with torch.inference_mode(), torch.backends.mkldnn.flags(enabled=onednn):
-        exact, got = (psc.outputs(p(images(data_root, name))) for p in (psc.pipeline, half))
+        exact, got = (psc.outputs(p(images(name))) for p in (psc.pipeline, half))
     assert float((exact.probabilities - got.probabilities).abs().max()) < 0.05
     differ = exact.probabilities.argmax(1) != got.probabilities.argmax(1)
     first, second = exact.probabilities.topk(2).values.T

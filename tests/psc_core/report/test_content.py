@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from psc_core import PRESETS, FitSettings, metrics, open_dataset
+from psc_core import FitSettings, metrics
 from psc_core.bundle import CONTENT, read_bundle
 from psc_core.data.dataset import split_validation
 from psc_core.errors import BundleError
@@ -21,6 +21,7 @@ from psc_core.report.content import Content, Role, facts_of
 from psc_core.report.tasks import ClassificationSet, RegressionSet
 from psc_core.tasks import TASKS
 from tests.conftest import TinyJob
+from tests.opened import opened
 from tests.psc_core.report.support import content, image_set, value_content
 
 
@@ -70,14 +71,14 @@ def test_a_file_that_is_missing_damaged_or_of_another_task(tmp_path: Path, task:
             Content.load(tmp_path, TASKS[task])
 
 
-def test_a_fit_keeps_what_it_served(tiny_bundle: Path, data_root: Path) -> None:
+def test_a_fit_keeps_what_it_served(tiny_bundle: Path) -> None:
     kept = Content.load(tiny_bundle, TASKS["classification"])
     psc = PSC.load(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
     assert kept.version == psc.version
     roles = {images.name: images.role for images in kept.sets}
     assert roles["training"] is Role.TRAINING and roles["validation"] is Role.VALIDATION
     assert {name for name, role in roles.items() if role is Role.SYNTHETIC} >= {"turned", "binary", "framed"}
-    val = open_dataset(f"dirty-mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+    val = opened("dirty-mnist", "val")
     _, calibration_split = split_validation(val, 0)
     validation = next(images for images in kept.sets if images.name == "validation")
     prediction = psc.predict(torch.cat([batch.images for batch in calibration_split.batches(64)]))
@@ -88,14 +89,10 @@ def test_a_fit_keeps_what_it_served(tiny_bundle: Path, data_root: Path) -> None:
     assert kept.sizes["nc4"].ndim == 2
 
 
-def test_rates_of_a_fit_are_those_of_images_as_they_come(
-    tiny_job: TinyJob, data_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rates_of_a_fit_are_those_of_images_as_they_come(tiny_job: TinyJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """Balanced over classes, seven of the twenty images would be of the five rare ones."""
     monkeypatch.setattr(report_content, "REPORTED_IMAGES", 20)
-    train, val = (
-        open_dataset(f"mnist:{data_root}", split=split, preprocess=PRESETS["mnist"]) for split in ("train", "val")
-    )
+    train, val = (opened("mnist", split) for split in ("train", "val"))
     labels = val.first_labels()
     rare = [(labels == label).nonzero()[:4, 0] for label in range(5, 10)]
     val = val.subset(torch.cat([(labels < 5).nonzero()[:, 0], *rare]).sort().values)
@@ -107,12 +104,12 @@ def test_rates_of_a_fit_are_those_of_images_as_they_come(
     assert {picture.label for picture in kept.pictures} == {*job.data.calibration.first_labels().tolist()}
 
 
-def test_a_fit_keeps_the_numbers_that_it_served(angle_job: TinyJob, angle_bundle: Path, data_root: Path) -> None:
+def test_a_fit_keeps_the_numbers_that_it_served(angle_job: TinyJob, angle_bundle: Path) -> None:
     kept = Content.load(angle_bundle, TASKS["regression"])
     assert {images.role for images in kept.sets} == {Role.TRAINING, Role.VALIDATION, Role.SYNTHETIC}
     assert kept.pictures == () and all(isinstance(images, RegressionSet) for images in kept.sets)
     model = PSCRegressor.load(angle_bundle, device="cpu", allow_factories=["tests.tiny:network"])
-    val = open_dataset(f"rotated-mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+    val = opened("rotated-mnist", "val")
     _, calibration_split = split_validation(val, 0)
     images = torch.cat([batch.images for batch in calibration_split.batches(64)])
     prediction, values = model.predict(images), calibration_split.values

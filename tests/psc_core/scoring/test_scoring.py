@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +27,6 @@ from psc_core import PSC, PSCRegressor, load_model, open_dataset
 from psc_core.answers import ClassificationAnswer, RegressionAnswer
 from psc_core.cli import score as cli
 from psc_core.errors import DataError, UsageError
-from psc_core.images.preprocess import PRESETS
 from psc_core.pipeline import Pipeline
 from psc_core.scoring import (
     INPUT_FILE,
@@ -47,6 +47,7 @@ from psc_core.scoring import (
 )
 from tests import warm
 from tests.conftest import ROOT, SHIPPED_BUNDLE
+from tests.opened import loaded, opened
 from tools.forge import ALLOW
 
 COUNT = 20
@@ -76,7 +77,7 @@ def bytes_of(out: Path) -> dict[str, bytes]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Digits in two folders, a damaged image, and a file that is no image."""
     root = tmp_path_factory.mktemp("images")
-    data = open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=PRESETS["mnist"])
+    data = opened("mnist")
     for index in range(COUNT):
         file = root / f"{index % 2}" / f"{index:03d}.png"
         file.parent.mkdir(exist_ok=True)
@@ -151,7 +152,7 @@ def test_errors_of_a_part_that_is_there_are_counted(tmp_path: Path, form: str) -
 def test_maps_belong_to_the_rows(
     tiny_bundle: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load_model(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    model = loaded(tiny_bundle)
     maps, out, image = tmp_path / "maps", tmp_path / "out", tmp_path / "image.png"
     shutil.copy(folder / "1" / "001.png", image)
     images, only = [NamedImage("image.png", str(image))], maps / "00000-0000.png"
@@ -186,7 +187,7 @@ def test_maps_belong_to_the_rows(
 
 
 def test_maps_are_of_no_rows_before_the_first_is_written(tiny_bundle: Path, folder: Path, tmp_path: Path) -> None:
-    model = load_model(tiny_bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    model = loaded(tiny_bundle)
     maps, images = tmp_path / "maps", [NamedImage("1.png", str(folder / "1" / "001.png"))]
     mistyped, writer = (PartWriter(model, tmp_path / name, "jsonl", maps=maps) for name in ("mistyped", "out"))
     assert writer(0, images).written
@@ -239,7 +240,7 @@ def test_an_image_that_cannot_be_read_is_a_row_with_its_error(scored: Path) -> N
 def test_an_image_with_outputs_that_are_not_finite_is_a_row_with_its_error(
     task: str, form: str, folder: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    model = load_model(request.getfixturevalue(task), device="cpu", allow_factories=["tests.tiny:network"])
+    model = loaded(request.getfixturevalue(task))
     names = [f"{index % 2}/{index:03d}.png" for index in range(4)]
     images = [NamedImage(name, str(folder / name)) for name in names]
     whole = PartWriter(model, tmp_path, form).columns(images)
@@ -276,7 +277,7 @@ def test_a_hostile_folder_is_rows_with_errors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bundle", ["shipped_bundle", "angle_bundle"])
 def test_a_part_without_any_image(bundle: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    model = load_model(request.getfixturevalue(bundle), device="cpu", allow_factories=["tests.tiny:network"])
+    model = loaded(request.getfixturevalue(bundle))
     images = [NamedImage("a", b""), NamedImage("b", str(tmp_path / "missing.png"))]
     assert PartWriter(model, tmp_path, "jsonl")(0, images) == PartCount(2, 2, written=True)
     columns = [name for name in model.task.answer_type.model_fields if name not in ("top", "explanation")]
@@ -511,9 +512,6 @@ def test_an_image_that_changed_in_the_meantime_is_scored_again_and_one_with_anot
         assert file.name != "part-00000.jsonl" or partial.stat().st_mtime_ns <= image.stat().st_mtime_ns
         return replace_file(partial, file)
 
-    def forbidden(*_: Any, **__: Any) -> None:
-        raise PermissionError
-
     time.sleep(0.05)
     writer.columns = changed  # type: ignore[method-assign]
     with monkeypatch.context() as patched:
@@ -529,7 +527,7 @@ def test_an_image_that_changed_in_the_meantime_is_scored_again_and_one_with_anot
     assert not writer(0, images).written
     image.touch()
     with monkeypatch.context() as patched:
-        patched.setattr(os, "utime", forbidden)
+        patched.setattr(os, "utime", Mock(side_effect=PermissionError))
         assert writer(0, images).written
 
 
@@ -766,7 +764,7 @@ OF_TASK = {
 
 @pytest.mark.parametrize("bundle", OF_TASK)
 def test_types_of_columns(bundle: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    model = load_model(request.getfixturevalue(bundle), device="cpu", allow_factories=["tests.tiny:network"])
+    model = loaded(request.getfixturevalue(bundle))
     images = next(open_dataset(f"mnist:{ROOT}/tests/data", split="test", preprocess=model.preprocess).batches(3)).images
     columns = merge(list("abcd"), [None, None, "damaged", None], columns_of(model.predict(images), model.task))
     write(columns, model.task.columns(), tmp_path / "part.parquet", 0)

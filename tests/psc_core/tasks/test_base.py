@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from psc_core import PRESETS, load_model, open_dataset
 from psc_core.answers import ASKED_FOR, ClassificationPolicy, RegressionPolicy, Target, scores_of
 from psc_core.errors import UsageError
 from psc_core.model import FittedModel
@@ -20,6 +19,7 @@ from psc_core.tasks.base import SHOWN, BasePrediction, FloatArray, Outputs, Task
 from psc_core.tasks.classification import Classification
 from psc_core.tasks.regression import Regression
 from tests.decisions import Decider
+from tests.opened import loaded, opened
 
 CLASSES = ("a", "b", "c")
 ONE_OF_EACH: dict[str, tuple[Task, Decider]] = {
@@ -151,12 +151,12 @@ BUNDLES = {"classification": "tiny_bundle", "regression": "angle_bundle"}
 @pytest.fixture(params=TASKS, scope="session")
 def model(request: pytest.FixtureRequest) -> FittedModel:
     bundle: Path = request.getfixturevalue(BUNDLES[request.param])
-    return load_model(bundle, device="cpu", allow_factories=["tests.tiny:network"])
+    return loaded(bundle)
 
 
 @pytest.fixture(scope="session")
-def images(data_root: Path) -> torch.Tensor:
-    digits = open_dataset(f"mnist:{data_root}", split="test", preprocess=PRESETS["mnist"])
+def images() -> torch.Tensor:
+    digits = opened("mnist")
     return next(digits.batches(30)).images
 
 

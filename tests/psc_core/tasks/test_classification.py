@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from psc_core import PRESETS, PSC, FitSettings, open_dataset
+from psc_core import PSC, FitSettings
 from psc_core.answers import (
     ACCEPTS_NOTHING,
     CLASSIFICATION_DECISIONS,
@@ -48,6 +47,7 @@ from psc_core.tasks.classification import (
 )
 from tests.conftest import TinyJob
 from tests.decisions import IMAGES, Decider
+from tests.opened import opened
 from tests.reference import calibration as naive
 
 TASK = Classification()
@@ -413,8 +413,8 @@ COMPUTE = FitSettings(device="cpu").compute()
 
 
 @pytest.fixture(scope="module")
-def train(data_root: Path) -> ImageDataset:
-    return open_dataset(f"mnist:{data_root}", split="train", preprocess=PRESETS["mnist"])
+def train() -> ImageDataset:
+    return opened("mnist", "train")
 
 
 def test_network_accuracy_counts_the_fraction_of_labels_that_is_predicted(train: ImageDataset) -> None:
@@ -437,10 +437,8 @@ def test_network_accuracy_counts_the_fraction_of_labels_that_is_predicted(train:
     assert network_accuracy(Remembers(), data, COMPUTE)[0] == pytest.approx(expected)
 
 
-def test_warns_of_validation_images_that_are_prepared_otherwise(
-    tiny_job: TinyJob, train: ImageDataset, data_root: Path
-) -> None:
-    val = open_dataset(f"mnist:{data_root}", split="val", preprocess=PRESETS["mnist"])
+def test_warns_of_validation_images_that_are_prepared_otherwise(tiny_job: TinyJob, train: ImageDataset) -> None:
+    val = opened("mnist", "val")
     turned = torch.cat([batch.images for batch in val.batches(256)])[:, 0].flip(1).numpy()
     others = label_images("turned", val.classes, ArraySource(turned), val.labels, val.preprocess)
     said = Classification.first_evaluation(tiny_job.net, train, others, COMPUTE)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -109,11 +110,7 @@ async def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         erase(open_log(tmp_path), digest)
         status, problem = await give(app, request_id=name, image_sha256=digest, label="dark")
         assert status == 409 and "was erased" in problem["detail"]
-
-        def fail(*_: Any, **__: Any) -> None:
-            raise OSError("gone")
-
-        monkeypatch.setattr(Log, "put", fail)
+        monkeypatch.setattr(Log, "put", Mock(side_effect=OSError("gone")))
         assert (await give(app, request_id=name, label="dark"))[1]["type"] == "urn:psc:problem:log-unavailable"
 
 

@@ -23,6 +23,7 @@ from tests.app.fakes import (
 )
 from tests.app.http.support import check_predictions, check_problem, hold
 from tests.app.support import PNG, Running, running, serve_next, until
+from tests.encoded import encode
 
 pytestmark = pytest.mark.anyio
 
@@ -284,9 +285,3 @@ async def test_a_dead_device_is_503_and_ends_the_process() -> None:
         assert ended == [True]  # Once, though the device stays dead.
         assert app.service.exit_code == 1
         assert await app.metric("psc_ready") == 0
-
-
-def encode(array: Any) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, "PNG")
-    return buffer.getvalue()
