@@ -141,18 +141,23 @@ def test_thresholds_are_parameters(client: TestClient, loaded: Any, model: Fitte
     assert [each["decision"] for each in few] == ["abstain_ood"] * 4
 
 
+NO_FILES = ("not base64", "héé", str(EXAMPLES[0]), "data:image/png;base64,AAAA", 3, None)
+"""Cells; a path is none either: a server must not read its own files for a client."""
+
+
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("body", "why"),
     [
-        ({"alpha": 2}, "parameter alpha: expected less than 1"),
-        ({"alpha": 1e-5}, "expected alpha ≥ 1/(n + 1)"),
-        ({"coverage": 0.99999}, "expected coverage ≤ n/(n + 1)"),
-        ({"ambiguity_threshold": -2.0}, "parameter ambiguity_threshold: expected at least -1"),
-        ({"alpha": "much"}, "alpha"),
+        (request(TEXTS[0], alpha=2), "parameter alpha: expected less than 1"),
+        (request(TEXTS[0], alpha=1e-5), "expected alpha ≥ 1/(n + 1)"),
+        (request(TEXTS[0], coverage=0.99999), "expected coverage ≤ n/(n + 1)"),
+        (request(TEXTS[0], ambiguity_threshold=-2.0), "parameter ambiguity_threshold: expected at least -1"),
+        (request(TEXTS[0], alpha="much"), "alpha"),
+        *((request(TEXTS[0], cell), "image 1: expected base64") for cell in NO_FILES),
     ],
 )
-def test_thresholds_that_are_refused(client: TestClient, given: dict[str, Any], why: str) -> None:
-    answer = client.post("/invocations", json=request(TEXTS[0], **given))
+def test_thresholds_and_cells_that_are_refused(client: TestClient, body: dict[str, Any], why: str) -> None:
+    answer = client.post("/invocations", json=body)
     assert answer.status_code == 400 and why in answer.json()["message"]
 
 
@@ -168,13 +173,6 @@ def test_a_file_that_is_no_image_is_refused_in_our_words(
     with pytest.raises(sys.modules["mlflow.exceptions"].MlflowException) as refused:
         loaded.predict(pandas.DataFrame({COLUMN: [FILES[0], data]}))
     assert str(refused.value) == text
-
-
-@pytest.mark.parametrize("cell", ["not base64", "héé", str(EXAMPLES[0]), "data:image/png;base64,AAAA", 3, None])
-def test_cells_that_are_no_files(client: TestClient, cell: Any) -> None:
-    """A path is none either: a server must not read its own files for a client."""
-    answer = client.post("/invocations", json=request(TEXTS[0], cell))
-    assert answer.status_code == 400 and "image 1: expected base64" in answer.json()["message"]
 
 
 def test_outputs_that_are_not_finite(client: TestClient, model: FittedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,10 +64,14 @@ def test_a_missing_file_is_the_callers(tmp_path: Path) -> None:
         read_file("a\0b")
 
 
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
 def test_files_below_are_those_of_the_library(tmp_path: Path) -> None:
-    for name in ("b/2", "b/1", "a/c/3", "a/4", "5", "b/d/6"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
+    touch(tmp_path, "b/2", "b/1", "a/c/3", "a/4", "5", "b/d/6")
     (tmp_path / "a" / "up").symlink_to(tmp_path)
     (tmp_path / "empty").mkdir()
     found = list(files_below(tmp_path))
@@ -76,9 +80,7 @@ def test_files_below_are_those_of_the_library(tmp_path: Path) -> None:
 
 
 def test_linked_folders_are_read_once_and_only_where_that_is_asked_for(tmp_path: Path) -> None:
-    for name in ("root/a/1", "elsewhere/2"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).touch()
+    touch(tmp_path, "root/a/1", "elsewhere/2")
     root = tmp_path / "root"
     for link, target in (("a/up", root), ("b", root / "a"), ("c", tmp_path / "elsewhere"), ("d", root / "c")):
         (root / link).symlink_to(target)
@@ -106,9 +108,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch:
 
 
 def test_hidden_files_and_folders_are_skipped(tmp_path: Path) -> None:
-    for name in (".DS_Store", "._1.jpg", "1.jpg", ".stored_images/1.jpg", "__MACOSX/a/._1.jpg", "a/1.jpg"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
+    touch(tmp_path, ".DS_Store", "._1.jpg", "1.jpg", ".stored_images/1.jpg", "__MACOSX/a/._1.jpg", "a/1.jpg")
     assert [os.path.relpath(path, tmp_path) for path in files_below(tmp_path)] == ["1.jpg", "a/1.jpg"]
 
 
@@ -125,17 +125,13 @@ def test_a_folder_may_be_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_files_that_are_not_read_are_counted(tmp_path: Path) -> None:
-    for name in ("1.JPG", ".DS_Store", "Thumbs.db", "a/1.HEIC", "a/2.heic", "a/notes"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+    touch(tmp_path, "1.JPG", ".DS_Store", "Thumbs.db", "a/1.HEIC", "a/2.heic", "a/notes")
     assert "2 .heic, 1 .db, 1 without a suffix" in unread_below(tmp_path)
     assert unread_below(tmp_path / "a" / "1.HEIC") == unread_below("mnist:tests/data") == ""
 
 
 def test_images_beside_the_class_folders_are_counted(tmp_path: Path) -> None:
     assert unread_beside(tmp_path) == ""
-    for name in ("1.JPG", "2.jpg", "3.png", "4.heic", ".5.jpg", "a/6.jpg", "b.png/7.jpg"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+    touch(tmp_path, "1.JPG", "2.jpg", "3.png", "4.heic", ".5.jpg", "a/6.jpg", "b.png/7.jpg")
     assert "2 .jpg, 1 .png" in unread_beside(tmp_path)
     assert unread_beside(tmp_path / "b.png" / "7.jpg") == ""

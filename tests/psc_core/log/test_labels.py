@@ -99,11 +99,10 @@ def test_a_class_is_renamed_where_no_other_label_came_later(tmp_path: Path) -> N
 
 def test_an_answer_without_a_time_is_imported_once(tmp_path: Path) -> None:
     """Again, it would win over what was said since."""
-    log, file = make_log(tmp_path / "log", 2), tmp_path / "x.csv"
+    log = make_log(tmp_path / "log", 2)
 
     def imported(text: str) -> list[str | None]:
-        file.write_text(f"request_id,image_index,label\nr0,0,{text}\nr1,0,dog\n")
-        found = labels_of(log, read_answers(file))
+        found = answered(log, tmp_path, f"request_id,image_index,label\nr0,0,{text}\nr1,0,dog\n")
         write_labels(log, found)
         return [each.label for each in found]
 
@@ -115,19 +114,18 @@ def test_an_answer_without_a_time_is_imported_once(tmp_path: Path) -> None:
     assert imported("cat") == [] and imported("dog") == ["dog"]
     assert imported("cat") == ["cat"]
     line = "r0,0,cat,4,2026-03-02T10:00:00Z,camera 3\n"  # the last a column of the tasks
-    file.write_text(f"request_id,image_index,label,annotator,updated_at,source\n{line}")
-    (label,) = labels_of(log, read_answers(file))  # As Label Studio exports it.
+    head = "request_id,image_index,label,annotator,updated_at,source\n"
+    (label,) = answered(log, tmp_path, head + line)  # As Label Studio exports it.
     assert (label.source, label.time) == ("4", datetime(2026, 3, 2, 10, tzinfo=UTC))
 
 
 def test_the_labels_of_a_log_are_read_only_for_answers_without_a_time(tmp_path: Path) -> None:
-    log, file = make_log(tmp_path / "log", 1), tmp_path / "x.csv"
+    log = make_log(tmp_path / "log", 1)
     log.put("labels/part-z.parquet", b"torn")
-    file.write_text("request_id,image_index,label,updated_at\nr0,0,cat,2026-03-02\n")
-    assert written(log, file) == [("r0", "label", "cat")]
-    file.write_text("request_id,image_index,label\nr0,0,cat\n")
+    found = answered(log, tmp_path, "request_id,image_index,label,updated_at\nr0,0,cat,2026-03-02\n")
+    assert parts(found) == [("r0", "label", "cat")]
     with pytest.raises(DataError, match="part-z"):
-        written(log, file)
+        answered(log, tmp_path, "request_id,image_index,label\nr0,0,cat\n")
 
 
 def test_damaged_file_is_named(tmp_path: Path) -> None:
@@ -152,8 +150,14 @@ def task(index: int, *results: Any, **annotation: Any) -> dict[str, Any]:
     return {"id": index, "data": data, "annotations": [{**done, "result": regions}]}
 
 
-def written(log: Log, path: Path) -> list[tuple[Any, ...]]:
-    return [(each.request_id, each.kind, each.label) for each in labels_of(log, read_answers(path))]
+def answered(log: Log, folder: Path, text: str, model: str | None = None) -> list[Label]:
+    """The labels of a CSV file of this text."""
+    (folder / "x.csv").write_text(text)
+    return labels_of(log, read_answers(folder / "x.csv"), model)
+
+
+def parts(labels: list[Label]) -> list[tuple[Any, ...]]:
+    return [(each.request_id, each.kind, each.label) for each in labels]
 
 
 def test_export_of_label_studio(log: Log, tmp_path: Path) -> None:
@@ -167,7 +171,7 @@ def test_export_of_label_studio(log: Log, tmp_path: Path) -> None:
     tasks[0]["data"] |= {"source": "camera 3", "annotator": "nobody"}
     (tmp_path / "labels.json").write_text(json.dumps(tasks))
     labels = labels_of(log, read_answers(tmp_path / "labels.json"))
-    assert [(each.request_id, each.kind, each.label) for each in labels] == [
+    assert parts(labels) == [
         ("r0", "label", "cat"), ("r1", "cannot_tell", None), ("r2", "label", "cat"), ("r90", "label", "3.0"),
     ]  # fmt: skip
     assert [each.source for each in labels] == ["label studio 4", "label studio 9", "label studio 4", "label studio 4"]
@@ -190,7 +194,8 @@ def test_short_export_and_csv(log: Log, tmp_path: Path) -> None:
     text = (tmp_path / "labels.csv").read_text()
     (tmp_path / "semicolons.csv").write_text("\ufeff" + text.replace(",", ";"))  # as a spreadsheet in German saves it
     for name in ("min.json", "labels.csv", "semicolons.csv"):
-        assert written(log, tmp_path / name) == [("r0", "label", "dog"), (None, "none_of_the_classes", None)]
+        labels = labels_of(log, read_answers(tmp_path / name))
+        assert parts(labels) == [("r0", "label", "dog"), (None, "none_of_the_classes", None)]
 
 
 def test_two_answers_on_an_image_are_told(log: Log, tmp_path: Path) -> None:
@@ -199,19 +204,17 @@ def test_two_answers_on_an_image_are_told(log: Log, tmp_path: Path) -> None:
         (tmp_path / folder / name).write_bytes(content(0))
     with pytest.raises(DataError, match=r"dog/a\.png: .*cat/a\.png says something else of this image"):
         labels_of(log, read_answers(tmp_path))
-    (tmp_path / "x.csv").write_text(f"request_id,image_index,image_sha256,label\nr0,0,,cat\n,,{digest(0)},dog\n")
     with pytest.raises(DataError, match=r"line 3: .*line 2 says something else"):
-        written(log, tmp_path / "x.csv")
+        answered(log, tmp_path, f"request_id,image_index,image_sha256,label\nr0,0,,cat\n,,{digest(0)},dog\n")
 
 
 @pytest.mark.parametrize("first", ["", "sep=;\n"])
 def test_numbers_between_semicolons_may_have_decimal_commas(log: Log, tmp_path: Path, first: str) -> None:
     lines = "r90;0;12,5;2026-03-01\nr90;0;7.5;2026-03-02\n"
-    (tmp_path / "x.csv").write_text(f"{first}request_id;image_index;label;updated_at\n{lines}")
-    assert [label for *_, label in written(log, tmp_path / "x.csv")] == ["12.5", "7.5"]
-    (tmp_path / "x.csv").write_text('request_id,image_index,label\nr90,0,"12,5"\n')
+    found = answered(log, tmp_path, f"{first}request_id;image_index;label;updated_at\n{lines}")
+    assert [each.label for each in found] == ["12.5", "7.5"]
     with pytest.raises(DataError, match="line 2: expected a number for angle, got '12,5'"):
-        written(log, tmp_path / "x.csv")
+        answered(log, tmp_path, 'request_id,image_index,label\nr90,0,"12,5"\n')
 
 
 def test_folders_of_images(log: Log, tmp_path: Path) -> None:
@@ -241,24 +244,23 @@ def test_folders_that_tools_add_are_no_answers(log: Log, tmp_path: Path) -> None
         path.parent.mkdir(parents=True)
         path.write_bytes(content(index))
     with pytest.warns(UserWarning, match="2 images in folders named no_label or _unlabeled have no label yet"):
-        assert [label[1:] for label in written(log, tmp_path)] == [
-            ("label", "cat"), (none, None), (none, None), (none, "hare")
-        ]  # fmt: skip
+        found = labels_of(log, read_answers(tmp_path))
+    assert [(each.kind, each.label) for each in found] == [
+        ("label", "cat"), (none, None), (none, None), (none, "hare")
+    ]  # fmt: skip
     (tmp_path / "folder").mkdir()
     (tmp_path / "no_label").rename(tmp_path / "folder" / "no_label")
     with pytest.raises(DataError, match="1 images in folders named no_label or _unlabeled have no label yet; label"):
-        written(log, tmp_path / "folder")
-    (tmp_path / "x.csv").write_text(f"image_sha256,label\n{digest(0)},no_label\n")
+        labels_of(log, read_answers(tmp_path / "folder"))
     with pytest.raises(DataError, match="line 2: expected one of the model's classes"):
-        written(log, tmp_path / "x.csv")
+        answered(log, tmp_path, f"image_sha256,label\n{digest(0)},no_label\n")
 
 
 def test_what_is_none_of_the_classes_may_have_a_name(log: Log, tmp_path: Path) -> None:
     lines = "".join(f"{digest(at)},{text}\n" for at, text in enumerate((
         "none_of_the_classes: hedgehog ", "none_of_the_classes:", "none_of_the_classes"
     )))  # fmt: skip
-    (tmp_path / "x.csv").write_text(f"image_sha256,label\n{lines}")
-    found = labels_of(log, read_answers(tmp_path / "x.csv"))
+    found = answered(log, tmp_path, f"image_sha256,label\n{lines}")
     assert [(each.kind, each.label) for each in found] == [
         ("none_of_the_classes", "hedgehog"), ("none_of_the_classes", None), ("none_of_the_classes", None)
     ]  # fmt: skip
@@ -266,9 +268,8 @@ def test_what_is_none_of_the_classes_may_have_a_name(log: Log, tmp_path: Path) -
 
 def test_words_for_kinds_of_answers_name_nothing(log: Log, tmp_path: Path) -> None:
     for word in ("cannot_tell", "none_of_the_classes"):
-        (tmp_path / "x.csv").write_text(f"image_sha256,label\n{digest(0)},none_of_the_classes:{word}\n")
         with pytest.raises(DataError, match=f"line 2: expected a name, got '{word}'"):
-            labels_of(log, read_answers(tmp_path / "x.csv"))
+            answered(log, tmp_path, f"image_sha256,label\n{digest(0)},none_of_the_classes:{word}\n")
     with pytest.raises(DataError, match="expected a name, got 'cannot_tell'"):
         rename(log, "m", "cat", "cannot_tell")
 
@@ -277,25 +278,21 @@ def test_image_of_two_models_is_labelled_for_the_one_that_could_have_said_it(tmp
     log = make_log(tmp_path / "log", 2)
     put_rows(log, [row(0, request_id="r50", bundle_version="d1")], model="digits")
     log.put(model_path("d1"), LoggedModel("d1", Classification(), ("0", "1")).to_json())
-    for folder in ("cat", "none_of_the_classes", "4"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.png").write_bytes(content(0))
-        found = tmp_path / f"{folder}.csv"
-        found.write_text(f"image_sha256,label\n{digest(0).upper()},{folder}\n")
 
-    def read(name: str, model: str | None = None) -> list[tuple[str | None, str | None]]:
-        return [(each.model, each.label) for each in labels_of(log, read_answers(tmp_path / name), model)]
+    def read(label: str, model: str | None = None) -> list[tuple[str | None, str | None]]:
+        found = answered(log, tmp_path, f"image_sha256,label\n{digest(0).upper()},{label}\n", model)
+        return [(each.model, each.label) for each in found]
 
-    assert read("cat.csv") == [("m", "cat")]
-    assert read("none_of_the_classes.csv") == [("digits", None), ("m", None)]
-    assert read("none_of_the_classes.csv", "m") == [("m", None)]
-    for name, model in (("4.csv", None), ("cat.csv", "digits")):
+    assert read("cat") == [("m", "cat")]
+    assert read("none_of_the_classes") == [("digits", None), ("m", None)]
+    assert read("none_of_the_classes", "m") == [("m", None)]
+    for label, model in (("4", None), ("cat", "digits")):
         with pytest.raises(DataError, match="line 2"):
-            read(name, model)
+            read(label, model)
     with pytest.raises(UsageError, match="no rows of model shoes"):
-        read("cat.csv", "shoes")
-    (tmp_path / "tasks.csv").write_text(f"request_id,image_index,image_sha256,label\nr0,0,{digest(0)},cannot_tell\n")
-    found = labels_of(log, read_answers(tmp_path / "tasks.csv"))  # Of a review, whose lines name a row too.
+        read("cat", "shoes")
+    task = f"request_id,image_index,image_sha256,label\nr0,0,{digest(0)},cannot_tell\n"
+    found = answered(log, tmp_path, task)  # Of a review, whose lines name a row too.
     assert {(each.model, each.request_id, each.image_sha256) for each in found} == {
         ("m", "r0", digest(0)), ("digits", None, digest(0)),
     }  # fmt: skip
@@ -305,19 +302,16 @@ def test_a_number_is_that_of_the_model_which_its_line_names(tmp_path: Path) -> N
     log = make_log(tmp_path / "log", 0)
     add_values(log)
     add_values(log, "w")
-    (tmp_path / "x.csv").write_text("request_id,image_index,image_sha256,model,label\n" + "".join(
+    text = "request_id,image_index,image_sha256,model,label\n" + "".join(
         f"r90,0,{digest(90)},{model},{number}\n" for model, number in (("v", 40), ("w", 3))
-    ))  # fmt: skip
+    )  # fmt: skip
     for model, expected in ((None, [("v", "40.0"), ("w", "3.0")]), ("w", [("w", "3.0")])):
-        found = labels_of(log, read_answers(tmp_path / "x.csv"), model)
+        found = answered(log, tmp_path, text, model)
         assert [(each.model, each.label) for each in found] == expected
-    text = (tmp_path / "x.csv").read_text()
-    (tmp_path / "x.csv").write_text(text.replace(",v,40", ",v,cat"))
     with pytest.raises(DataError, match="line 2: expected a number"):
-        labels_of(log, read_answers(tmp_path / "x.csv"))
-    (tmp_path / "x.csv").write_text(text.replace(",v,40", ",m,40"))
+        answered(log, tmp_path, text.replace(",v,40", ",v,cat"))
     with pytest.warns(UserWarning, match="1 of 2 answers are on images without a row in the log: .*line 2 is"):
-        assert [each.model for each in labels_of(log, read_answers(tmp_path / "x.csv"))] == ["w"]
+        assert [each.model for each in answered(log, tmp_path, text.replace(",v,40", ",m,40"))] == ["w"]
 
 
 @pytest.mark.parametrize("digests", [(digest(2), digest(1)), ("", "")])  # Without one a line is still of its row's.
@@ -325,9 +319,8 @@ def test_labels_on_images_that_are_not_stored_are_told(tmp_path: Path, digests: 
     log = make_log(tmp_path / "log", 2)
     put_rows(log, [row(2, image_path=None), row(3, image_path=None, image_sha256=digest(1))])
     lines = "".join(f"r{at},0,{sha256},cat\n" for at, sha256 in zip((0, 2, 3), ("", *digests), strict=True))
-    (tmp_path / "x.csv").write_text(f"request_id,image_index,image_sha256,label\n{lines}")
     with pytest.warns(UserWarning, match="1 of 3 labels are on images that are not stored"):  # The last one is, of r1.
-        assert len(labels_of(log, read_answers(tmp_path / "x.csv"))) == 3
+        assert len(answered(log, tmp_path, f"request_id,image_index,image_sha256,label\n{lines}")) == 3
 
 
 def test_a_class_that_was_added_may_be_said_of_images_from_before(tmp_path: Path) -> None:
@@ -336,25 +329,22 @@ def test_a_class_that_was_added_may_be_said_of_images_from_before(tmp_path: Path
     put_rows(log, [row(0, bundle_version="o1")], model="other")
     for version, classes in (("v2", ("cat", "hound", "hare")), ("o1", ("lion",))):
         log.put(model_path(version), LoggedModel(version, Classification(), classes).to_json())
-    (tmp_path / "x.csv").write_text("request_id,image_index,label\nr0,0,hare\nr1,0,dog\n")
-    assert written(log, tmp_path / "x.csv") == [("r0", "label", "hare"), ("r1", "label", "dog")]
-    (tmp_path / "x.csv").write_text("request_id,image_index,label\nr1,0,lion\n")
+    found = answered(log, tmp_path, "request_id,image_index,label\nr0,0,hare\nr1,0,dog\n")
+    assert parts(found) == [("r0", "label", "hare"), ("r1", "label", "dog")]
     with pytest.raises(DataError, match=r"line 2: expected one of the model's classes \(cat, dog\), got 'lion'"):
-        written(log, tmp_path / "x.csv")
+        answered(log, tmp_path, "request_id,image_index,label\nr1,0,lion\n")
 
 
 def test_labels_have_the_digest_of_their_row(tmp_path: Path) -> None:
     """An image that was erased stays erased, whatever a file of answers still says of it."""
     log = make_log(tmp_path / "log", 2)
     erase(log, digest(1))
-    file = tmp_path / "x.csv"
-    file.write_text(f"request_id,image_index,image_sha256,label\nr0,0,,cat\nr1,0,{digest(1)},cat\n")
+    head = "request_id,image_index,image_sha256,label\n"
     with pytest.warns(UserWarning, match="1 of 2 labels are on images that are not stored"):
-        labels = labels_of(log, read_answers(file))
+        labels = answered(log, tmp_path, f"{head}r0,0,,cat\nr1,0,{digest(1)},cat\n")
     assert [(each.model, each.image_sha256) for each in labels] == [("m", digest(0)), ("m", None)]
-    file.write_text(f"request_id,image_index,image_sha256,label\nr0,0,{digest(1)},cat\n")
     with pytest.raises(DataError, match=f"line 2: the row is of the image {digest(0)}, not of {digest(1)}"):
-        labels_of(log, read_answers(file))
+        answered(log, tmp_path, f"{head}r0,0,{digest(1)},cat\n")
 
 
 def test_clock_that_is_ahead_does_not_win_for_ever(log: Log, tmp_path: Path) -> None:

@@ -17,11 +17,6 @@ from psc_core.network.load import cache_file, load_network, notes_of, read_check
 HERE = __name__
 
 
-def test_a_factory_that_the_caller_names_needs_no_permission() -> None:
-    net = load_network(f"{HERE}:tiny", num_classes=3, model_args={"width": 5})
-    assert net(torch.randn(2, 1, 4, 4)).shape == (2, 3)
-
-
 def test_spec_round_trip() -> None:
     net = load_network("torchvision:resnet18", num_classes=3, model_args={"stem": "small"})
     spec = spec_of(net)
@@ -78,19 +73,29 @@ def not_a_network(num_classes: int) -> int:
     return num_classes
 
 
-@pytest.mark.parametrize("size", [28, 32])
-@pytest.mark.parametrize("name", ["resnet18", "vgg11_bn", "vgg16_bn"])
-def test_small_stem_reads_small_grey_images(name: str, size: int) -> None:
+SMALL, TWO = {"stem": "small", "in_channels": 1}, {"in_channels": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "model_args", "shape"),
+    [
+        (f"{HERE}:tiny", {"width": 5}, (1, 4, 4)),  # The caller names the factory: that needs no permission.
+        *(
+            (f"torchvision:{name}", SMALL, (1, size, size))
+            for name in ("resnet18", "vgg11_bn", "vgg16_bn")
+            for size in (28, 32)
+        ),
+        *((f"torchvision:{name}", TWO, (2, 32, 32)) for name in ("convnext_tiny", "swin_t", "mobilenet_v3_small")),
+        ("timm:resnet18", {"in_channels": 1}, (1, 32, 32)),
+    ],
+)
+def test_networks_take_the_images_of_their_arguments(
+    name: str, model_args: dict[str, object], shape: tuple[int, ...]
+) -> None:
     torch.manual_seed(5)
-    net = load_network(f"torchvision:{name}", num_classes=7, model_args={"stem": "small", "in_channels": 1})
+    net = load_network(name, num_classes=7, model_args=model_args)
     assert not net.training
-    assert net(torch.randn(2, 1, size, size)).shape == (2, 7)
-
-
-@pytest.mark.parametrize("name", ["convnext_tiny", "swin_t", "mobilenet_v3_small"])
-def test_in_channels_replaces_first_convolution(name: str) -> None:
-    net = load_network(f"torchvision:{name}", num_classes=3, model_args={"in_channels": 2})
-    assert net(torch.randn(1, 2, 32, 32)).shape == (1, 3)
+    assert net(torch.randn(2, *shape)).shape == (2, 7)
 
 
 @pytest.mark.parametrize(("ours", "factory"), [("resnet18", "resnet18"), ("vgg16_bn", "vgg16")])
@@ -163,9 +168,7 @@ def test_rejects_bad_specs(spec: str, model_args: dict[str, object], text: str) 
         load_network("torchvision:resnet18", num_classes=0)
 
 
-def test_networks_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = load_network("timm:resnet18", num_classes=3, model_args={"in_channels": 1})
-    assert net(torch.randn(1, 1, 32, 32)).shape == (1, 3)
+def test_timm_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(NetworkError, match=r"pip install 'psc\[timm\]'"):
         load_network("timm:resnet18", num_classes=3)

@@ -77,13 +77,16 @@ def added(operator: str, domain: str = "") -> Callable[[onnx.ModelProto], None]:
     return lambda model: model.graph.node.append(helper.make_node(operator, ["logits"], ["more"], domain=domain))
 
 
+def hold(model: onnx.ModelProto, **constants: Any) -> None:
+    """Add constants by their names."""
+    model.graph.initializer.extend(numpy_helper.from_array(np.array(value), name) for name, value in constants.items())
+
+
 def computed(operator: str, at: int, **constants: Any) -> Callable[[onnx.ModelProto], None]:
     """An operation whose inputs are constants, and others by their names."""
 
     def change(model: onnx.ModelProto) -> None:
-        for name, value in constants.items():
-            if value is not None:
-                model.graph.initializer.append(numpy_helper.from_array(np.array(value), name))
+        hold(model, **{name: value for name, value in constants.items() if value is not None})
         model.graph.node.insert(at, helper.make_node(operator, [*constants], ["more"]))
 
     return change
@@ -113,8 +116,7 @@ def sparse_attribute(model: onnx.ModelProto) -> None:
 
 
 def dropout(model: onnx.ModelProto) -> None:
-    for name, value in (("ratio", np.array(0.5, np.float32)), ("training", np.array(True))):
-        model.graph.initializer.append(numpy_helper.from_array(value, name))
+    hold(model, ratio=np.float32(0.5), training=True)
     model.graph.node.append(helper.make_node("Dropout", ["logits", "ratio", "training"], ["more"]))
 
 
@@ -187,8 +189,7 @@ def test_any_type_of_images_and_none_at_all() -> None:
 
 def reused(model: onnx.ModelProto) -> None:
     """A range whose length cannot be counted from the distinct inputs alone."""
-    for name, number in (("one", 1), ("large", 1 << 40)):
-        model.graph.initializer.append(numpy_helper.from_array(np.array(number), name))
+    hold(model, one=1, large=1 << 40)
     model.graph.node.insert(0, helper.make_node("Div", ["large", "one"], ["limit"]))
     model.graph.node.insert(1, helper.make_node("Range", ["one", "limit", "one"], ["places"]))
     model.graph.node.insert(4, helper.make_node("Gather", ["features", "places"], ["more"], axis=2))
@@ -196,29 +197,20 @@ def reused(model: onnx.ModelProto) -> None:
 
 def nothing_to_count(model: onnx.ModelProto) -> None:
     """A range from lists."""
-    model.graph.initializer.append(numpy_helper.from_array(np.array([1, 2]), "list"))
+    hold(model, list=[1, 2])
     model.graph.node.insert(2, helper.make_node("Range", ["list", "list", "list"], ["more"]))
 
 
 def endless(model: onnx.ModelProto) -> None:
     """More numbers than a number of the machine can count."""
-    for name, number in (("first", -(1 << 63)), ("last", (1 << 63) - 1), ("step", 1)):
-        model.graph.initializer.append(numpy_helper.from_array(np.array(number), name))
+    hold(model, first=-(1 << 63), last=(1 << 63) - 1, step=1, zero=0)
     model.graph.node.insert(2, helper.make_node("Add", ["first", "zero"], ["begin"]))
-    model.graph.initializer.append(numpy_helper.from_array(np.array(0), "zero"))
     model.graph.node.insert(3, helper.make_node("Range", ["begin", "last", "step"], ["more"]))
-
-
-def backwards(model: onnx.ModelProto) -> None:
-    """Two thousand million numbers, and none where the machine's numbers overflow."""
-    for name, number in (("first", (1 << 62) + 9), ("last", -(1 << 62) - 9), ("step", -(1 << 32))):
-        model.graph.initializer.append(numpy_helper.from_array(np.array(number), name))
-    model.graph.node.insert(2, helper.make_node("Range", ["first", "last", "step"], ["more"]))
 
 
 def axes(model: onnx.ModelProto) -> None:
     """Each tensor has twice the axes of the one before: 24 in 1,196 bytes took 41 s and 4 GB."""
-    model.graph.initializer.append(numpy_helper.from_array(np.zeros((1, 1), np.int64), "axes0"))
+    hold(model, axes0=np.zeros((1, 1), np.int64))
     model.graph.node.extend(
         helper.make_node("Gather", [f"axes{level}"] * 2, [f"axes{level + 1}"]) for level in range(24)
     )
@@ -238,8 +230,7 @@ def test_each_operation_on_sizes_is_computed_once(monkeypatch: pytest.MonkeyPatc
         for level in range(99):
             model.graph.node.append(helper.make_node("Shape", [name], [f"shape{level}"]))
             model.graph.node.append(helper.make_node("Reshape", [name, f"shape{level}"], [name := f"reshaped{level}"]))
-        for name, numbers in (("row", np.arange(1024)[None]), ("column", np.arange(1024)[:, None])):
-            model.graph.initializer.append(numpy_helper.from_array(numbers, name))
+        hold(model, row=np.arange(1024)[None], column=np.arange(1024)[:, None])
         for index in range(5):
             model.graph.node.append(helper.make_node("Add", ["row", "column"], [f"sum{index}"]))
             model.graph.node.append(helper.make_node("Cast", ["sides"], [f"real{index}"], to=TensorProto.FLOAT))
@@ -254,16 +245,14 @@ def test_sizes_made_of_computed_integers_are_known() -> None:
     """As PyTorch writes the mean over two axes of a map of any size."""
 
     def ranged(model: onnx.ModelProto) -> None:
-        for name, number in (("zero", np.array(0)), ("one", np.array(1)), ("last", np.array([2]))):
-            model.graph.initializer.append(numpy_helper.from_array(number, name))
-        nodes = [
+        hold(model, zero=0, one=1, last=[2])
+        model.graph.node.extend([
             helper.make_node("Shape", ["features"], ["shape"]),
             helper.make_node("Gather", ["shape", "last"], ["length"]),
             helper.make_node("Squeeze", ["length"], ["count"]),
             helper.make_node("Range", ["zero", "count", "one"], ["places"]),
             helper.make_node("Gather", ["features", "places"], ["gathered"], axis=2),
-        ]
-        model.graph.node.extend(nodes)
+        ])  # fmt: skip
 
     data = edited(ranged)
     model = parse_model(data, "test")
@@ -349,7 +338,8 @@ def shape_of(model: onnx.ModelProto) -> onnx.TensorShapeProto:
         (reused, "'places' has the shape"),
         (nothing_to_count, r"sizes cannot be computed|do not fit|ONNX Runtime cannot"),
         (endless, "its bounds are too large"),
-        (backwards, "its bounds are too large"),
+        # Two thousand million numbers, and none where the machine's numbers overflow.
+        (computed("Range", 2, first=(1 << 62) + 9, last=-(1 << 62) - 9, step=-(1 << 32)), "its bounds are too large"),
         (axes, "'axes5' has the shape"),
         (computed("Expand", 4, logits=None, long=np.ones(9999, np.int64)), "size of 'more' .* is not known"),
         (lambda model: shape_of(model).ClearField("dim"), "expected images of a known size"),
