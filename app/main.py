@@ -26,6 +26,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app import errors as problems
 from app import tracing
+from app.channel import Board
 from app.http import feedback, model, v2
 from app.http.middleware import (
     DirectRoutes,
@@ -37,6 +38,7 @@ from app.http.middleware import (
     is_probe,
 )
 from app.log import LogWriter
+from app.memory import MemoryBudget, process_memory
 from app.metrics import Metrics, forget_dead_processes
 from app.models import ModelStarter, Registry, load_bundle
 from app.service import Host, Service
@@ -232,15 +234,22 @@ def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, h
     if settings.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
         raise UsageError("compile needs a C++ compiler, and none was found; install g++, or leave compile out")
     keys, metrics = host.keys(settings), Metrics()
-    memory = host.memory(settings)
-    log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, metrics)
     names = [name for name, _ in settings.named_bundles] if models is None else list(models)
+    board = host.board(len(names))
+    memory = memory_for(settings, board)
+    log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, metrics)
     # With several models, nobody knows whose images are being decoded elsewhere.
-    starter = ModelStarter(settings, metrics, memory, log, host.decoding if len(names) == 1 else lambda: 0)
+    starter = ModelStarter(settings, metrics, memory, log, board.decoding if len(names) == 1 else [])
     load = partial(load_bundle, settings) if models is None else models.__getitem__
-    seconds, unloaded = settings.deadline_seconds, host.unloaded(len(names))
-    registry = Registry(names, load, starter, metrics, retire_within_s=seconds, unloaded=unloaded)
-    return Service(settings, keys, metrics, memory, log, registry, host)
+    seconds = settings.deadline_seconds
+    registry = Registry(names, load, starter, metrics, retire_within_s=seconds, unloaded=board.unloaded)
+    return Service(settings, keys, metrics, memory, log, registry, host, board)
+
+
+def memory_for(settings: Settings, board: Board) -> MemoryBudget:
+    """Return the memory that requests may hold in the process with the models, which counts behind the fronts."""
+    asked, pixels = settings.max_buffered_bytes, settings.max_pixels
+    return MemoryBudget(asked, process_memory(), max_pixels=pixels, counts=board.memory, place=board.fronts)
 
 
 def _add_routes(app: FastAPI, service: Service) -> list[BaseRoute]:

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -251,10 +251,10 @@ class ModelStarter:
         metrics: Metrics,
         memory: MemoryBudget,
         log: LogWriter | None,
-        decoding: Callable[[], int],
+        decoding: Collection[int],
     ) -> None:
         self._settings = settings
-        self._decoding = decoding  # the number of requests whose images another process decodes now
+        self._decoding = decoding  # the numbers of requests whose images other processes decode now
         self._metrics = metrics
         self._memory = memory
         self._log = log  # the writer of the prediction log; None if predictions are not logged
@@ -319,7 +319,7 @@ class ModelStarter:
             max_queue_images=settings.max_queue_images,
             max_delay_s=settings.max_delay_ms / 1000.0,
             shares_cores=device.type == "cpu",
-            elsewhere=self._decoding,
+            elsewhere=lambda: int(sum(self._decoding)),
         )
         decoder = Decoder(self._pool, self._memory, model.preprocess, settings)
         seconds = settings.deadline_seconds

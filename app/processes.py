@@ -30,8 +30,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
 import uvloop
 from fastapi import FastAPI, Response
 from starlette.types import Message, Scope
@@ -43,10 +41,9 @@ from app.http.body import GIVEN
 from app.http.middleware import check_count, note_request, own_headers
 from app.http.model import predict_images
 from app.inference.decoder import DecodedImages
-from app.main import create_app, linger_seconds, prepare_process
-from app.memory import MemoryBudget, process_memory
+from app.main import create_app, linger_seconds, memory_for, prepare_process
 from app.server import FIRST_REQUEST_SECONDS, LastAccepting, UvicornHost, uvicorn_config
-from app.service import SWEEP_SECONDS, ApiKeys, Host, Service
+from app.service import SWEEP_SECONDS, ApiKeys, Service
 from app.settings import Settings
 from app.tracing import current_trace, trace_of_request
 from psc_core.errors import ExitCode, PSCError
@@ -259,22 +256,8 @@ class EngineHost(UvicornHost):
     def keys(self, settings: Settings) -> ApiKeys:
         return self._keys
 
-    def memory(self, settings: Settings) -> MemoryBudget:
-        counts, place = self._board.memory, self._board.fronts
-        asked, most = settings.max_buffered_bytes, process_memory()
-        return MemoryBudget(asked, most, max_pixels=settings.max_pixels, counts=counts, place=place)
-
-    def unloaded(self, models: int) -> npt.NDArray[np.int8]:
-        return self._board.unloaded
-
-    def arriving(self) -> int:
-        return int(self._board.arriving.sum())
-
-    def decoding(self) -> int:
-        return int(self._board.decoding.sum())
-
-    def held_elsewhere(self) -> int:
-        return int(self._board.grown.sum())
+    def board(self, models: int) -> Board:
+        return self._board
 
     def failed(self) -> None:
         self.ended.set()
@@ -375,9 +358,9 @@ class Processes:
         self._began = began
         self._keys = ApiKeys.of(settings)  # Once: a file that changes meanwhile must not divide the processes.
         fronts = settings.fronts
-        # As much as requests may hold in one process, so that the largest one finds room; untouched, it takes none.
-        size = Host().memory(settings).total
         self._board = Board(fronts, len(settings.named_bundles))
+        # As much as requests may hold in one process, so that the largest one finds room; untouched, it takes none.
+        size = memory_for(settings, self._board).total
         self._places = [Place.make(index, size) for index in range(fronts)]
         self._lifeline, self._alive = os.pipe()
         self._woken, self._waker = socket.socketpair()

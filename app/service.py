@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeVar, cast, get_args
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import SecretStr
 from starlette.requests import Request
 
+from app.channel import Board
 from app.errors import DeadlineExceeded, Forbidden, LogUnavailable, Unauthorized
 from app.log import LogWriter
-from app.memory import MemoryBudget, process_memory
+from app.memory import MemoryBudget
 from app.metrics import DescriptorWatch, Metrics, record_gpu
 from app.models import Registry
 from app.settings import Settings
@@ -125,25 +124,9 @@ class Host:
         """Return the API keys that requests are checked against."""
         return ApiKeys.of(settings)
 
-    def memory(self, settings: Settings) -> MemoryBudget:
-        """Return the memory that requests may hold in the service's process."""
-        return MemoryBudget(settings.max_buffered_bytes, process_memory(), max_pixels=settings.max_pixels)
-
-    def unloaded(self, models: int) -> npt.NDArray[np.int8]:
-        """Return a flag for each model, which says whether it was taken out of service."""
-        return np.zeros(models, np.int8)
-
-    def arriving(self) -> int:
-        """Return how many requests are on their way to the service in other processes."""
-        return 0
-
-    def held_elsewhere(self) -> int:
-        """Return how many bytes of memory they take there."""
-        return 0
-
-    def decoding(self) -> int:
-        """Return how many of them are being decoded there."""
-        return 0
+    def board(self, models: int) -> Board:
+        """Return what the service has in common with the fronts before it; it has none here."""
+        return Board(0, models)
 
     def failed(self) -> None:
         """Replace the process; the service's ``exit_code`` and ``exit_message`` say why."""
@@ -160,6 +143,7 @@ class Service:
     log: LogWriter | None  # the writer of the prediction log; None if predictions are not logged
     registry: Registry
     host: Host
+    board: Board
 
     def __post_init__(self) -> None:
         self.parser = ThreadPoolExecutor(1, "psc-parse")  # the thread that parses large bodies, one at a time
@@ -271,7 +255,7 @@ class Service:
         self.registry.refresh_metrics()
         if self.log is not None:
             self.metrics.psc_log_held_bytes.set(self.log.held_bytes)
-        self.metrics.psc_inflight_requests.set(self.inflight + self.host.arriving())
+        self.metrics.psc_inflight_requests.set(self.inflight + sum(self.board.arriving))
         self.metrics.psc_ready.set(0.0 if self.reasons() else 1.0)
 
     def refresh_gpu_metrics(self) -> None:
@@ -308,7 +292,7 @@ class Service:
                     self._end_process(f"the compute device failed: {error}", ExitCode.FAILURE)
                 self.refresh_metrics()
                 self._descriptors.check()
-                if self.memory.should_release(self.host.held_elsewhere()):
+                if self.memory.should_release(int(sum(self.board.grown))):
                     gc.collect()  # An exception and its traceback are a cycle, which may hold a request's body.
                     await asyncio.to_thread(release_freed_memory)
             except Exception:

@@ -322,8 +322,8 @@ async def test_a_model_that_was_unloaded_stays_so_in_the_engine_that_takes_over(
     board = Board(1, 2)
 
     class Engine(Host):
-        def unloaded(self, models: int) -> Any:
-            return EngineHost("", 0.0, ApiKeys.of(load_settings()), -1, board).unloaded(models)
+        def board(self, models: int) -> Any:
+            return EngineHost("", 0.0, ApiKeys.of(load_settings()), -1, board).board(models)
 
     for before in (["a", "b"], ["a"]):
         async with running({"a": FakeModel(), "b": FakeModel()}, host=Engine()) as app:
