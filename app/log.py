@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakSet
@@ -91,31 +92,19 @@ logger = logging.getLogger("psc.log")
 PRUNE_SECONDS: Final = 3600.0  # the time between two removals, seconds
 
 
-class LogPruner(threading.Thread):
-    """Removes rows and images older than some days, at the start and every hour.
+def keep_pruned(log: Log, days: int, ended: threading.Event) -> None:
+    """Remove rows and images older than some days, at once and every hour, up to the file at which ``ended`` is set.
 
-    It is not the writer's thread, because a bucket takes one request for each of thousands of images.
+    It has a thread of its own, because a bucket takes one request for each of thousands of images.
     """
-
-    def __init__(self, log: Log, days: int) -> None:
-        super().__init__(name="psc-log-prune", daemon=True)
-        self._log = log
-        self._days = days
-        self._ended = threading.Event()
-
-    def end(self) -> None:
-        """Ask the thread to end after the file it is removing; a later start removes the rest."""
-        self._ended.set()
-
-    def run(self) -> None:
-        while not self._ended.is_set():
-            try:
-                prune(self._log, self._days, ended=self._ended)
-            except OSError as error:
-                logger.error("old rows and images of the prediction log cannot be removed: %s", error)
-            except Exception as error:  # Even a bug must not end the thread, but it has to be logged.
-                logger.error("the removal of old rows and images failed", exc_info=error)
-            self._ended.wait(PRUNE_SECONDS)
+    while not ended.is_set():
+        try:
+            prune(log, days, ended=ended)
+        except OSError as error:
+            logger.error("old rows and images of the prediction log cannot be removed: %s", error)
+        except Exception as error:  # Even a bug must not end the thread, but it has to be logged.
+            logger.error("the removal of old rows and images failed", exc_info=error)
+        ended.wait(PRUNE_SECONDS)
 
 
 # The columns that are filled row by row; all others come from outputs and decisions.
@@ -255,7 +244,7 @@ Item = TypeVar("Item")
 class LogWriter:
     """Writes predictions to the log: the event loop calls :meth:`add`, and a thread does the work.
 
-    Another thread removes old rows and images (:class:`.LogPruner`), because that may take long.
+    Another thread removes old rows and images (:func:`keep_pruned`), because that may take long.
     """
 
     def __init__(self, log: Log, settings: Settings, metrics: Metrics) -> None:
@@ -274,17 +263,20 @@ class LogWriter:
         self._known = WeakSet[ModelLog]()  # Weak, or it would keep the description of each model that was replaced.
         self._wake = threading.Event()
         self._flushes: deque[threading.Event] = deque()
-        self._closing = self._is_given_up = False
+        self._closing = threading.Event()
+        self._is_given_up = False
         self._flush_at = 0.0
         self._quiet_until = 0.0
         self.served: dict[str, LoggedModel] = {}  # by name; one that is served no more stays
         self._thread = threading.Thread(target=self._run, name="psc-log", daemon=True)
-        self._pruner = None if settings.log_days is None else LogPruner(log, settings.log_days)
+        self._threads = [self._thread]
+        if settings.log_days is not None:
+            work = partial(keep_pruned, log, settings.log_days, self._closing)
+            self._threads.append(threading.Thread(target=work, name="psc-log-prune", daemon=True))
 
     def start(self) -> None:
-        self._thread.start()
-        if self._pruner is not None:
-            self._pruner.start()
+        for thread in self._threads:
+            thread.start()
 
     def log_of(self, name: str, model: FittedModel) -> ModelLog:
         """Return the log of a served model, and expose its counters at 0, because a rate needs a first value."""
@@ -319,15 +311,11 @@ class LogWriter:
 
     async def close(self, *, within_s: float) -> None:
         """Write all predictions and end the threads; those not written within ``within_s`` seconds are dropped."""
-        self._closing = True
+        self._closing.set()
         self._wake.set()
-        threads = [self._thread]
-        if self._pruner is not None:
-            self._pruner.end()
-            threads.append(self._pruner)
         end = time.monotonic() + within_s
         # Polled, because a join would block the event loop.
-        while any(each.is_alive() for each in threads) and time.monotonic() < end:
+        while any(each.is_alive() for each in self._threads) and time.monotonic() < end:
             await asyncio.sleep(0.01)
         if self._thread.is_alive():
             self._is_given_up = True
@@ -343,7 +331,7 @@ class LogWriter:
             self._wake.wait(_TURN_SECONDS)
             self._wake.clear()
             # Read before the waiting predictions, so that everything added before a flush or close is written.
-            closing, flushes = self._closing, list(_taken(self._flushes))
+            closing, flushes = self._closing.is_set(), list(_taken(self._flushes))
             try:
                 self._turn(closing or bool(flushes))
             except Exception as error:  # Even a bug must not end the thread, but it has to be logged.

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from app.inference.decoder import EncodedImage
-from app.log import ROW_BYTES, LogPruner, ModelLog, OpenRows, Sampling, Waiting, day_of, number_of
+from app.log import ROW_BYTES, ModelLog, OpenRows, Sampling, Waiting, day_of, keep_pruned, number_of
 from app.settings import load_settings
 from psc_core.answers import CLASSIFICATION_SCORES, Target
 from psc_core.answers import REGRESSION_SCORES as VALUE_SCORES
@@ -413,12 +413,13 @@ async def test_log_is_written_while_old_images_are_removed(tmp_path: Path, monke
 
 async def test_removal_ends_after_the_file_it_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check, files = HeldRemoval(monkeypatch), old_images(tmp_path, 3)
-    pruner = LogPruner(open_log(tmp_path), 1)
-    pruner.start()
+    ended = threading.Event()
+    pruner = asyncio.create_task(asyncio.to_thread(keep_pruned, open_log(tmp_path), 1, ended))
     await until(check.is_reached.is_set)
-    pruner.end()
+    ended.set()
     check.is_open.set()
-    await until(lambda: not pruner.is_alive())
+    await until(pruner.done)
+    await pruner
     assert [file.exists() for file in files] == [False, True, True]
 
 
@@ -432,11 +433,12 @@ async def test_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.setattr("app.log.prune", fail)
     monkeypatch.setattr("app.log.PRUNE_SECONDS", 0.01)
-    pruner = LogPruner(open_log(tmp_path), 1)
-    pruner.start()
+    ended = threading.Event()
+    pruner = asyncio.create_task(asyncio.to_thread(keep_pruned, open_log(tmp_path), 1, ended))
     await until(lambda: times > 1)
-    pruner.end()
-    await until(lambda: not pruner.is_alive())
+    ended.set()
+    await until(pruner.done)
+    await pruner
     assert "cannot be removed: gone" in caplog.text
 
 
