@@ -16,7 +16,6 @@ import math
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -100,14 +99,9 @@ class _Call:
     number: int
     engine: int  # the number of the engine that was asked
     receive: Receive
-    messages: deque[tuple[Any, ...]] = field(default_factory=deque)  # from the engine, which nobody has handled yet
-    came: asyncio.Event = field(default_factory=asyncio.Event)
+    messages: asyncio.Queue[tuple[Any, ...]] = field(default_factory=asyncio.Queue)  # from the engine
     has_left: bool = False  # whether the engine knows that the client has left
     is_read: bool = False  # whether the whole body was read
-
-    def put(self, *message: Any) -> None:
-        self.messages.append(message)
-        self.came.set()
 
 
 def front_memory(settings: Settings, board: Board, place: int) -> MemoryBudget:
@@ -282,10 +276,7 @@ class Front:
             known = state["began"], taken and tuple(taken), refused
             self._channel.send(CALL, call.number, self._engine, about, headers, *known)
             while True:
-                while not call.messages:
-                    call.came.clear()
-                    await call.came.wait()
-                kind, *parts = call.messages.popleft()
+                kind, *parts = await call.messages.get()
                 if kind == WANT:
                     reading = asyncio.get_running_loop().create_task(self._pass_piece(call))
                     continue
@@ -348,7 +339,7 @@ class Front:
         if kind == MODELS:
             self._know(subject, *parts)
         elif (call := self._calls.get(subject)) is not None:  # Otherwise the request has ended here.
-            call.put(kind, *parts)
+            call.messages.put_nowait((kind, *parts))
 
     def _know(self, engine: int, models: list[tuple[str, str, dict[str, Any]]], full: list[str]) -> None:
         """Take note of an engine, of its models, and of those that have no room."""
@@ -374,7 +365,7 @@ class Front:
         is_silent = self.is_orphan and time.monotonic() > self._board.beats[-1] + _SILENT_SECONDS
         for call in self._calls.values():
             if is_silent or call.engine != self._board.engine:
-                call.put(END)
+                call.messages.put_nowait((END,))
 
     async def _sweep(self) -> None:
         """Now and then, notice that the engine has died or that clients have left, and say that this one is alive."""
