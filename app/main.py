@@ -7,13 +7,11 @@ import contextlib
 import gc
 import logging
 import os
-import shutil
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +24,6 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app import errors as problems
 from app import tracing
-from app.channel import Board
 from app.http import feedback, model, v2
 from app.http.middleware import (
     DirectRoutes,
@@ -37,17 +34,13 @@ from app.http.middleware import (
     Telemetry,
     is_probe,
 )
-from app.log import LogWriter
-from app.memory import MemoryBudget, process_memory
-from app.metrics import Metrics, forget_dead_processes
-from app.models import ModelStarter, Registry, load_bundle
+from app.metrics import forget_dead_processes
 from app.service import Host, Service
 from app.settings import Settings
 from psc_core import __version__
 from psc_core.allocator import keep_freed_memory, release_freed_memory
-from psc_core.errors import UsageError, needs
+from psc_core.errors import needs
 from psc_core.images.decode import mute_codecs
-from psc_core.log.store import open_to_write
 from psc_core.model import FittedModel
 
 logger = logging.getLogger("psc.runtime")
@@ -178,12 +171,12 @@ def create_app(
     by default.  Raises :class:`UsageError` if API keys or the prediction log cannot be used, or an extra is missing.
     """
     host = host or Host()
-    service = make_service(settings, models, host)
+    service = Service(settings, models, host)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         with host.running(service):
-            await service.start(wait_until_ready=host.starts_ready)
+            await service.start()
             try:
                 async with AsyncExitStack() as stack:
                     if settings.grpc_port is not None:
@@ -227,29 +220,6 @@ async def _check_end(request: Request) -> None:
     """Refuse a path with a line end behind it, which Starlette takes for the path without."""
     if request.scope["path"].endswith("\n"):
         raise HTTPException(404)
-
-
-def make_service(settings: Settings, models: Mapping[str, FittedModel] | None, host: Host) -> Service:
-    """Make the parts of a service, none of which is started; takes the arguments of :func:`create_app`."""
-    if settings.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
-        raise UsageError("compile needs a C++ compiler, and none was found; install g++, or leave compile out")
-    keys, metrics = host.keys(settings), Metrics()
-    names = [name for name, _ in settings.named_bundles] if models is None else list(models)
-    board = host.board(len(names))
-    memory = memory_for(settings, board)
-    log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, metrics)
-    # With several models, nobody knows whose images are being decoded elsewhere.
-    starter = ModelStarter(settings, metrics, memory, log, board.decoding if len(names) == 1 else [])
-    load = partial(load_bundle, settings) if models is None else models.__getitem__
-    seconds = settings.deadline_seconds
-    registry = Registry(names, load, starter, metrics, retire_within_s=seconds, unloaded=board.unloaded)
-    return Service(settings, keys, metrics, memory, log, registry, host, board)
-
-
-def memory_for(settings: Settings, board: Board) -> MemoryBudget:
-    """Return the memory that requests may hold in the process with the models, which counts behind the fronts."""
-    asked, pixels = settings.max_buffered_bytes, settings.max_pixels
-    return MemoryBudget(asked, process_memory(), max_pixels=pixels, counts=board.memory, place=board.fronts)
 
 
 def _add_routes(app: FastAPI, service: Service) -> list[BaseRoute]:

@@ -41,9 +41,9 @@ from app.http.body import GIVEN
 from app.http.middleware import check_count, note_request, own_headers
 from app.http.model import predict_images
 from app.inference.decoder import DecodedImages
-from app.main import create_app, linger_seconds, memory_for, prepare_process
+from app.main import create_app, linger_seconds, prepare_process
 from app.server import FIRST_REQUEST_SECONDS, LastAccepting, UvicornHost, uvicorn_config
-from app.service import SWEEP_SECONDS, ApiKeys, Service
+from app.service import SWEEP_SECONDS, ApiKeys, Service, memory_for
 from app.settings import Settings
 from app.tracing import current_trace, trace_of_request
 from psc_core.errors import ExitCode, PSCError

@@ -12,9 +12,12 @@ import gc
 import hashlib
 import hmac
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal, TypeVar, cast, get_args
 
@@ -24,12 +27,14 @@ from starlette.requests import Request
 from app.channel import Board
 from app.errors import DeadlineExceeded, Forbidden, LogUnavailable, Unauthorized
 from app.log import LogWriter
-from app.memory import MemoryBudget
+from app.memory import MemoryBudget, process_memory
 from app.metrics import DescriptorWatch, Metrics, record_gpu
-from app.models import Registry
+from app.models import ModelStarter, Registry, load_bundle
 from app.settings import Settings
 from psc_core.allocator import release_freed_memory
 from psc_core.errors import DataError, DeviceError, ExitCode, PSCError, UsageError
+from psc_core.log.store import open_to_write
+from psc_core.model import FittedModel
 
 logger = logging.getLogger("psc.service")
 
@@ -132,20 +137,32 @@ class Host:
         """Replace the process; the service's ``exit_code`` and ``exit_message`` say why."""
 
 
-@dataclass(eq=False)
+def memory_for(settings: Settings, board: Board) -> MemoryBudget:
+    """Return the memory that requests may hold in the process with the models, which counts behind the fronts."""
+    asked, pixels = settings.max_buffered_bytes, settings.max_pixels
+    return MemoryBudget(asked, process_memory(), max_pixels=pixels, counts=board.memory, place=board.fronts)
+
+
 class Service:
-    """The parts of one service process."""
+    """The parts of one service process, none of which runs before :meth:`start`.
 
-    settings: Settings
-    keys: ApiKeys
-    metrics: Metrics
-    memory: MemoryBudget
-    log: LogWriter | None  # the writer of the prediction log; None if predictions are not logged
-    registry: Registry
-    host: Host
-    board: Board
+    The arguments are those of :func:`app.main.create_app`, and so are the errors.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, settings: Settings, models: Mapping[str, FittedModel] | None, host: Host) -> None:
+        if settings.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+            raise UsageError("compile needs a C++ compiler, and none was found; install g++, or leave compile out")
+        names = [name for name, _ in settings.named_bundles] if models is None else list(models)
+        self.settings, self.host, self.board = settings, host, host.board(len(names))
+        self.keys, self.metrics, self.memory = host.keys(settings), Metrics(), memory_for(settings, self.board)
+        # The writer of the prediction log; None if predictions are not logged.
+        self.log = None if settings.log is None else LogWriter(open_to_write(settings.log), settings, self.metrics)
+        # With several models, nobody knows whose images are being decoded elsewhere.
+        decoding: Collection[int] = self.board.decoding if len(names) == 1 else ()
+        starter = ModelStarter(settings, self.metrics, self.memory, self.log, decoding)
+        load = partial(load_bundle, settings) if models is None else models.__getitem__
+        seconds, unloaded = settings.deadline_seconds, self.board.unloaded
+        self.registry = Registry(names, load, starter, self.metrics, retire_within_s=seconds, unloaded=unloaded)
         self.parser = ThreadPoolExecutor(1, "psc-parse")  # the thread that parses large bodies, one at a time
         self.searcher = ThreadPoolExecutor(1, "psc-feedback")
         self.exit_code: int = ExitCode.OK  # the code with which the process should exit
@@ -156,10 +173,10 @@ class Service:
         self._tasks: list[asyncio.Task[None]] = []
         self._descriptors = DescriptorWatch()
 
-    async def start(self, *, wait_until_ready: bool) -> None:
+    async def start(self) -> None:
         """Start the log and begin to load the models; :meth:`reasons` tells when they are ready.
 
-        With ``wait_until_ready``, return only then, and raise what goes wrong.
+        For a host that starts ready, return only then, and raise what goes wrong.
         """
         open_level = logging.INFO if self.settings.host in ("127.0.0.1", "::1", "localhost") else logging.WARNING
         if not self.keys.predict:
@@ -183,7 +200,7 @@ class Service:
             self.log.start()
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._sweep())]
-        if wait_until_ready:
+        if self.host.starts_ready:
             try:
                 await self.registry.start()
             except PSCError as error:

@@ -12,8 +12,7 @@ from pydantic import SecretStr
 from starlette.datastructures import Headers
 
 from app.errors import Forbidden, Unauthorized, problem_of
-from app.main import make_service
-from app.service import ApiKeys, Host
+from app.service import ApiKeys, Host, Service
 from app.settings import load_settings
 from psc_core.errors import UsageError
 from tests.app.fakes import FakeModel
@@ -23,14 +22,14 @@ pytestmark = pytest.mark.anyio
 
 
 def test_a_service_that_was_not_started_has_written_nothing(tmp_path: Path) -> None:
-    service = make_service(load_settings({"log": str(tmp_path / "log")}), {}, Host())
+    service = Service(load_settings({"log": str(tmp_path / "log")}), {}, Host())
     assert service.log is not None and not list(tmp_path.rglob("*.parquet"))
 
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.main.shutil.which", lambda _name: None)
+    monkeypatch.setattr("shutil.which", lambda _name: None)
     with pytest.raises(UsageError, match="compiler"):
-        make_service(load_settings({"compile": True}), {}, Host())
+        Service(load_settings({"compile": True}), {}, Host())
 
 
 async def test_host_is_told_when_models_are_ready_and_when_replaced_ones_have_ended() -> None:
