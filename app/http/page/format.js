@@ -1,4 +1,4 @@
-// Numbers as text.
+// Numbers as text, and texts as elements.
 
 export function percent(fraction) {
   const value = 100 * fraction;
@@ -29,6 +29,13 @@ export const atMost = (fraction) => outOf(fraction, (count) => Math.ceil(count -
 
 // Return a name as nodes between which a line may break: behind its words, and before a file's extension.
 export const breakable = (name) => name.split(/(?<=[-_ ])|(?=\.\w+$)/).flatMap((part) => [document.createElement("wbr"), part]);
+
+export function make(tag, name, ...content) {
+  const node = document.createElement(tag);
+  node.className = name;
+  node.append(...content);
+  return node;
+}
 
 export function nats(value) {
   return `${number(value)}\u00a0nats`;

@@ -2,7 +2,7 @@
 
 import { getChecked, getLive } from "./api.js";
 import { DECISIONS } from "./decide.js";
-import { atMost, percent } from "./format.js";
+import { atMost, make, percent } from "./format.js";
 import { shape } from "./plots.js";
 
 const MILLISECONDS = 5000;
@@ -66,8 +66,7 @@ function drawHour(hour) {
   );
   const parts = kinds.map((decision) => {
     const count = hour[decision].reduce((sum, each) => sum + each, 0);
-    const part = Object.assign(document.createElement("li"), { textContent: `${DECISIONS[decision]} ${count.toLocaleString("en")}${all ? `, ${percent(count / all)}` : ""}` });
-    part.className = "badge";
+    const part = make("li", "badge", `${DECISIONS[decision]} ${count.toLocaleString("en")}${all ? `, ${percent(count / all)}` : ""}`);
     part.dataset.decision = decision;
     return part;
   });

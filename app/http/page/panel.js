@@ -1,7 +1,7 @@
 // The panel beside the pictures: one image with its decision, the reasons, and the numbers behind them.
 
 import { DECISIONS } from "./decide.js";
-import { breakable, nats, number, percent } from "./format.js";
+import { breakable, make, nats, number, percent } from "./format.js";
 import { SMALL_PIXELS } from "./grid.js";
 import { drawHistogram } from "./plots.js";
 import { taskOf } from "./tasks.js";
@@ -95,11 +95,4 @@ function showNumbers({ prediction, other }, model, policy, rival) {
   });
   const names = both ? [make("tr", "", make("td", ""), ...[model, rival].map(({ name }) => make("th", "", name)))] : [];
   element("numbers").replaceChildren(...names, ...body);
-}
-
-function make(tag, name, ...content) {
-  const node = document.createElement(tag);
-  node.className = name;
-  node.append(...content);
-  return node;
 }

@@ -1,7 +1,7 @@
 // Why an image was decided so: in one sentence, on the picture, and by the nearest training images.
 
 import { alarming } from "./decide.js";
-import { number } from "./format.js";
+import { make, number } from "./format.js";
 import { SMALL_PIXELS } from "./grid.js";
 import { taskOf } from "./tasks.js";
 
@@ -77,14 +77,14 @@ export function showWhy({ explanation, label }, decision, model, isOpen) {
   element("nearest").hidden = !nearest?.length;
   element("nearest").querySelector("h3").textContent = `Most similar ${nearest === reviewed?.nearest ? "reviewed" : "training"} images`;
   element("nearest").querySelector("ul").replaceChildren(...(nearest ?? []).map((each) => kept(each, model)));
-  element("evidence").replaceChildren(...evidence(explanation, label, model).map((text) => item(text)));
+  element("evidence").replaceChildren(...evidence(explanation, label, model).map((text) => make("li", "", text)));
 }
 
 // Light to dark in one hue, so that it can be read in any colours; opaque enough on black and on white.
 const shade = (part) => `oklch(${0.92 - 0.37 * part} ${0.08 + 0.11 * part} 45 / 0.8)`;
 
 function legend() {
-  const ramp = Object.assign(document.createElement("span"), { className: "ramp" });
+  const ramp = make("span", "ramp");
   ramp.style.background = `linear-gradient(to right, ${[0, 0.25, 0.5, 0.75, 1].map(shade).join(", ")})`;
   return ramp;
 }
@@ -114,14 +114,7 @@ function kept(example, model) {
   const far = times === undefined ? `${number(distance)}\u00a0σ` : times < FAR ? "as near as usual" : `${Number(times.toPrecision(2))}\u00a0× as far as usual`;
   const picture = Object.assign(document.createElement("img"), { src: `data:image/png;base64,${png}`, alt: "" });
   picture.addEventListener("load", () => picture.classList.toggle("pixels", picture.naturalWidth < SMALL_PIXELS / 2));
-  const away = Object.assign(document.createElement("span"), { className: "muted", textContent: far });
-  return item(picture, taskOf(model).kept(example, model), away);
-}
-
-function item(...content) {
-  const node = document.createElement("li");
-  node.append(...content);
-  return node;
+  return make("li", "", picture, taskOf(model).kept(example, model), make("span", "muted", far));
 }
 
 function evidence(explanation, label, model) {
