@@ -172,11 +172,6 @@ class ServedModel:
         reference = {"name": self.name, "version": self.model.version, "layer": self.model.layer}
         return {"model": reference, **self.model.task.model_dump()}
 
-    @property
-    def headline(self) -> str:
-        """The sentence on what is promised of accepted images."""
-        return self.model.headline(self.policy)
-
     def policy_with(self, **changes: float) -> BasePolicy:
         """Return the policy of a request that changes some of its values."""
         if not changes:
@@ -282,7 +277,7 @@ class ModelStarter:
         engine = await self._warm_engine(name, model, chosen.pipeline, recorder)
         log = None if self._log is None else self._log.log_of(name, model)
         served = ServedModel(name, model, chosen.backend, chosen.is_final, engine, policy, recorder, log)
-        logger.info("%s: %s", name, served.headline)
+        logger.info("%s: %s", name, model.headline(policy))
         return served
 
     async def faster(self, served: ServedModel) -> ServedModel | None:

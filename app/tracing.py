@@ -48,7 +48,8 @@ def trace_of_request(headers: Sequence[tuple[bytes, bytes]]) -> TraceContext:
     """Return the trace of the request's span if one is recorded, else that of its headers."""
     span = trace.get_current_span().get_span_context()
     if span.is_valid:
-        return TraceContext(trace.format_trace_id(span.trace_id), trace.format_span_id(span.span_id), _sampled(span))
+        ids = trace.format_trace_id(span.trace_id), trace.format_span_id(span.span_id)
+        return TraceContext(*ids, span.trace_flags.sampled)
     found = [value for name, value in headers if name == b"traceparent"]
     return begin_trace(found[0].decode("latin-1") if len(found) == 1 else None)
 
@@ -59,7 +60,7 @@ def begin_trace(traceparent: str | None) -> TraceContext:
         context = _PROPAGATOR.extract({"traceparent": traceparent}, Context())
         caller = trace.get_current_span(context).get_span_context()
         if caller.is_valid:
-            return TraceContext(trace.format_trace_id(caller.trace_id), _new_id(64), _sampled(caller))
+            return TraceContext(trace.format_trace_id(caller.trace_id), _new_id(64), caller.trace_flags.sampled)
     return TraceContext(_new_id(128), _new_id(64))
 
 
@@ -91,10 +92,6 @@ def flush() -> None:
     """Export the spans that wait; a process that ends may run no handler of its exit."""
     if (force_flush := getattr(trace.get_tracer_provider(), "force_flush", None)) is not None:
         force_flush(_FLUSH_MS)
-
-
-def _sampled(span: trace.SpanContext) -> bool:
-    return bool(span.trace_flags.sampled)
 
 
 def _new_id(bits: int) -> str:

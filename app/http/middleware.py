@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 from http import HTTPStatus
 from typing import Final, Protocol, runtime_checkable
 
@@ -225,13 +224,10 @@ class Telemetry:
         try:
             await self.app(scope, receive, send_with_trace)
         finally:
-            route = scope.get("route") or next(filter(partial(_is_for, scope), self._routes), None)  # None if refused.
+            matching = (each for each in self._routes if each.matches(scope)[0] is Match.FULL)
+            route = scope.get("route") or next(matching, None)  # It was refused before it came to one.
             note_request(service, scope, getattr(route, "path", "unmatched"), status, began)
             current_trace.reset(token)
-
-
-def _is_for(scope: Scope, route: BaseRoute) -> bool:
-    return route.matches(scope)[0] is Match.FULL
 
 
 def own_headers(service: Service, trace: TraceContext) -> list[tuple[bytes, bytes]]:
