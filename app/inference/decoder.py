@@ -102,67 +102,44 @@ class Decoder:
         """
         decoded = np.empty((len(images), *self.shape), np.uint8) if into is None else into
         settings, chunks = self._settings, min(self._settings.decoders, len(images))
-        progress = _Progress(chunks, settings.max_pixels_per_request, lambda error: on_done(decoded, error))
+        most, lock, errors = settings.max_pixels_per_request, threading.Lock(), dict[int, Exception]()
+        left, pixels = chunks, 0  # the chunks that are not done, and the pixels of the images so far
 
         def run(start: int, stop: int) -> None:
+            nonlocal left, pixels
             turn_ends = perf_counter() + TURN_SECONDS
             for index in range(start, stop):
                 if index > start and perf_counter() >= turn_ends:
                     with suppress(RuntimeError):  # The pool is closed, so this thread decodes the rest.
                         self._pool.submit(run, index, stop)
                         return
-                if not is_wanted() or progress.has_too_many:
+                if not is_wanted() or pixels > most:
                     break
                 try:
                     image = open_image(images[index].data, max_pixels=settings.max_pixels)
-                    progress.add(image.cost)
+                    with lock:
+                        pixels += image.cost
+                    if pixels > most:
+                        raise TooManyPixels(
+                            f"expected images of at most {most} pixels in all (the setting max_pixels_per_request), "
+                            "got more; split the request or send smaller images"
+                        )
                     with self.memory.decoding(image.memory_bytes(self._preprocess.mode)):
                         decoded[index] = self._preprocess.from_file(image)
                 except ImageError as error:
-                    progress.fail(index, ImageRefused(index, images[index].name, error))
+                    errors[index] = ImageRefused(index, images[index].name, error)
                     break
                 except Exception as error:
-                    progress.fail(index, error)
+                    errors[index] = error
                     break
-            progress.chunk_done()
+            with lock:
+                left -= 1
+                is_done = left == 0
+            if is_done:
+                on_done(decoded, errors[min(errors)] if errors else None)
 
         for start, stop in pairwise(len(images) * chunk // chunks for chunk in range(chunks + 1)):
             self._pool.submit(run, start, stop)
-
-
-class _Progress:
-    """Counts the chunks and pixels of one request, and keeps the errors of its images."""
-
-    def __init__(self, chunks: int, max_pixels: int, on_done: Callable[[Exception | None], Any]) -> None:
-        self.has_too_many = False  # whether the images have more pixels than a request may have
-        self._left = chunks
-        self._max_pixels = max_pixels
-        self._pixels = 0
-        self._on_done = on_done
-        self._errors: dict[int, Exception] = {}
-        self._lock = threading.Lock()
-
-    def add(self, pixels: int) -> None:
-        """Count the pixels of one more image; raises :class:`TooManyPixels`."""
-        with self._lock:
-            self._pixels += pixels
-            self.has_too_many |= self._pixels > self._max_pixels
-        if self.has_too_many:
-            raise TooManyPixels(
-                f"expected images of at most {self._max_pixels} pixels in all (the setting max_pixels_per_request), "
-                "got more; split the request or send smaller images"
-            )
-
-    def fail(self, index: int, error: Exception) -> None:
-        with self._lock:
-            self._errors[index] = error
-
-    def chunk_done(self) -> None:
-        with self._lock:
-            self._left -= 1
-            if self._left:
-                return
-        self._on_done(self._errors[min(self._errors)] if self._errors else None)
 
 
 # The most bytes that are hashed on the event loop, in less than a millisecond; more are hashed on a thread.
