@@ -323,7 +323,7 @@ class Front:
         path = scope["path"].removeprefix(self._prefix)
         alive, of_model = _ALIVE.get(path), MODEL_READY.fullmatch(path)
         not_ready = ModelReadyDocument(name=of_model[1], ready=False) if of_model else _NOT_READY.get(path)
-        trace = {"traceresponse": trace_of_request(scope["headers"]).traceparent}
+        trace = {"traceresponse": trace_of_request(scope["headers"])}
         if alive is not None:
             response = Response(alive, headers=trace, media_type="application/json")
         elif not_ready is not None:
@@ -398,7 +398,7 @@ def _refusal(error: Exception, scope: Scope) -> tuple[Any, ...]:
     problem, headers = problem_of(error)
     if problem.status >= 500 and not isinstance(error, PSCError):
         trace, others = trace_of_request(scope["headers"]), [each for each in scope["headers"] if each[0] != _TRACE]
-        scope["headers"] = [*others, (_TRACE, trace.traceparent.encode())]  # The engine continues it with its answer.
+        scope["headers"] = [*others, (_TRACE, trace.encode())]  # The engine continues it with its answer.
         token = current_trace.set(trace)
         logger.error("a request failed in a front", exc_info=error)
         current_trace.reset(token)

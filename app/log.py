@@ -445,7 +445,7 @@ class ModelLog:
         size = images.nbytes if isinstance(images, np.ndarray) else sum(len(each.data) for each in images)
         size += outputs.packed.nbytes + ROW_BYTES * len(outputs)
         trace, now = current_trace.get() or begin_trace(None), time.time_ns() // 1000
-        request_id = f"{trace.trace_id}-{trace.span_id}"
+        request_id = "-".join(trace.split("-")[1:3])
         self.writer.add(Waiting(self, now, request_id, images, outputs, decisions, policy, is_monitored, size))
 
 

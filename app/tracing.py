@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import orjson
 from opentelemetry import trace
@@ -27,41 +27,28 @@ _ids: Final = random.Random()  # Not ``secrets``: ids must not collide, but may 
 os.register_at_fork(after_in_child=_ids.seed)
 
 
-class TraceContext(NamedTuple):
-    """The position of a request in its trace."""
-
-    trace_id: str  # the id of the whole trace, 32 hex digits
-    span_id: str  # the id of this request, 16 hex digits
-    sampled: bool = True  # whether the caller (or, at the start of a trace, this service) records the trace
-
-    @property
-    def traceparent(self) -> str:
-        """The value of the header ``traceparent`` that names this span as the parent."""
-        return f"00-{self.trace_id}-{self.span_id}-{'01' if self.sampled else '00'}"
+# The trace of the current request, for log records; ``None`` outside a request.  It is the header ``traceparent`` that
+# names the request's span as the parent: 00-, 32 hex digits of the trace, 16 of the span, and whether it is recorded.
+current_trace: ContextVar[str | None] = ContextVar("psc_trace", default=None)
 
 
-# The trace context of the current request, for log records; ``None`` outside a request.
-current_trace: ContextVar[TraceContext | None] = ContextVar("psc_trace", default=None)
-
-
-def trace_of_request(headers: Sequence[tuple[bytes, bytes]]) -> TraceContext:
+def trace_of_request(headers: Sequence[tuple[bytes, bytes]]) -> str:
     """Return the trace of the request's span if one is recorded, else that of its headers."""
     span = trace.get_current_span().get_span_context()
     if span.is_valid:
-        ids = trace.format_trace_id(span.trace_id), trace.format_span_id(span.span_id)
-        return TraceContext(*ids, span.trace_flags.sampled)
+        return _traceparent(span.trace_id, span.span_id, span.trace_flags.sampled)
     found = [value for name, value in headers if name == b"traceparent"]
     return begin_trace(found[0].decode("latin-1") if len(found) == 1 else None)
 
 
-def begin_trace(traceparent: str | None) -> TraceContext:
+def begin_trace(traceparent: str | None) -> str:
     """Continue the caller's trace, or start a new one if the header is missing or malformed."""
     if traceparent:
         context = _PROPAGATOR.extract({"traceparent": traceparent}, Context())
         caller = trace.get_current_span(context).get_span_context()
         if caller.is_valid:
-            return TraceContext(trace.format_trace_id(caller.trace_id), _new_id(64), caller.trace_flags.sampled)
-    return TraceContext(_new_id(128), _new_id(64))
+            return _traceparent(caller.trace_id, _new_id(64), caller.trace_flags.sampled)
+    return _traceparent(_new_id(128), _new_id(64), True)
 
 
 def configure_export() -> None:
@@ -94,8 +81,12 @@ def flush() -> None:
         force_flush(_FLUSH_MS)
 
 
-def _new_id(bits: int) -> str:
-    return f"{_ids.getrandbits(bits) or 1:0{bits // 4}x}"  # An id of zeros alone is invalid.
+def _traceparent(trace_id: int, span_id: int, is_recorded: bool) -> str:
+    return f"00-{trace_id:032x}-{span_id:016x}-{is_recorded:02d}"
+
+
+def _new_id(bits: int) -> int:
+    return _ids.getrandbits(bits) or 1  # An id of zeros alone is invalid.
 
 
 _STANDARD_FIELDS: Final = {*vars(logging.makeLogRecord({})), "message", "asctime", "color_message", "taskName"}
@@ -113,7 +104,7 @@ class JsonFormatter(logging.Formatter):
         }
         trace = current_trace.get()
         if trace is not None:
-            line["trace_id"] = trace.trace_id
+            line["trace_id"] = trace.split("-")[1]
         line |= {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

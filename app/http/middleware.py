@@ -24,7 +24,7 @@ from app.memory import COPIES, MemoryBudget
 from app.metrics import Metrics
 from app.service import Service
 from app.settings import Settings
-from app.tracing import TraceContext, current_trace, record_front, trace_of_request
+from app.tracing import current_trace, record_front, trace_of_request
 from psc_core.errors import shorten
 
 _CALLS: Final = {f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady")}
@@ -230,10 +230,10 @@ class Telemetry:
             current_trace.reset(token)
 
 
-def own_headers(service: Service, trace: TraceContext) -> list[tuple[bytes, bytes]]:
+def own_headers(service: Service, trace: str) -> list[tuple[bytes, bytes]]:
     """Return the headers that every answer has."""
     last = [(b"connection", b"close")] if service.draining else []
-    return [*last, (b"traceresponse", trace.traceparent.encode("ascii"))]
+    return [*last, (b"traceresponse", trace.encode("ascii"))]
 
 
 def note_request(service: Service, scope: Scope, route: str, status: int, began: float) -> None:
