@@ -68,7 +68,7 @@ class _Call:
         self._is_read = self.has_images = GIVEN in scope  # whether the whole body was read, by the front
         self.task: asyncio.Task[None] | None = None
         self._is_wanted = False  # whether the front was asked for a piece that has not come
-        self._pieces: deque[tuple[bytes, bool]] = deque()
+        self._pieces: deque[tuple[Any, ...]] = deque()  # each some bytes, and whether there are more
         self.has_left = self._is_passed = self._is_complete = False
         self._changed = asyncio.Event()
         self._start: tuple[int, list[tuple[bytes, bytes]]] | None = None
@@ -82,17 +82,13 @@ class _Call:
             if not self._is_complete:
                 self._channel.send(END, self._number)
 
-    def take_piece(self, body: bytes, has_more: bool) -> None:
-        self._is_wanted = False
-        self._pieces.append((body, has_more))
-        self._changed.set()
-
-    def leave(self) -> None:
-        self.has_left = True
-        self._changed.set()
-
-    def go_on(self) -> None:
-        self._is_passed = True
+    def take(self, kind: int, *parts: Any) -> None:
+        """Take note of a message of the front."""
+        if kind == PIECE:
+            self._is_wanted = False
+            self._pieces.append(parts)
+        self._is_passed |= kind == NEXT
+        self.has_left |= kind == LEFT
         self._changed.set()
 
     async def _until(self, condition: Callable[[], object]) -> None:
@@ -143,9 +139,8 @@ class FrontCalls:
 
     def tell(self, models: list[tuple[str, str, dict[str, Any]]], full: list[str]) -> None:
         """Tell the front which models are served, and which of them have no room; again only if that has changed."""
-        about = [(name, version, name in full) for name, version, _ in models]
-        if about != self._told:
-            self._told = about
+        if self._told != (models, full):
+            self._told = models, full
             self._channel.send(MODELS, self._number, models, full)
 
     def close(self) -> None:
@@ -156,22 +151,13 @@ class FrontCalls:
         if kind == HELLO:  # Nobody waits for the answers to earlier requests any more.
             self._told = None
             for each in self._calls.values():
-                each.leave()
+                each.take(LEFT)
                 if each.has_images and each.task is not None:  # At once: the new front may write where they are.
                     each.task.cancel()
-            return
-        if kind == CALL:
+        elif kind == CALL:
             self._begin(*parts)
-            return
-        call = self._calls.get(parts[0])
-        if call is None:
-            return
-        if kind == PIECE:
-            call.take_piece(*parts[1:])
-        elif kind == NEXT:
-            call.go_on()
-        elif kind == LEFT:
-            call.leave()
+        elif (call := self._calls.get(parts[0])) is not None:
+            call.take(kind, *parts[1:])
 
     def _begin(
         self,
