@@ -2,7 +2,7 @@
 
 const ATTEMPTS = 4;
 const KEY = "psc-api-key";
-const FEEDBACK_KEY = "psc-feedback-key";
+export const FEEDBACK_KEY = "psc-feedback-key";
 
 export class Problem extends Error {
   constructor(status, detail, retryAfter = null) {
@@ -13,16 +13,12 @@ export class Problem extends Error {
 }
 
 // Keep a key for this session, and return "" or why it can be none: fetch throws at what a header cannot carry.
-function keep(role, text) {
+export function useKey(text, role = KEY) {
   const key = text.trim();
   if (!/^[\x21-\x7e]+$/.test(key)) return "This key has a character that no key has. Copy it again.";
   sessionStorage.setItem(role, key);
   return "";
 }
-
-export const useKey = (text) => keep(KEY, text);
-
-export const useFeedbackKey = (text) => keep(FEEDBACK_KEY, text);
 
 export const hasFeedbackKey = () => (sessionStorage.getItem(FEEDBACK_KEY) ?? sessionStorage.getItem(KEY)) !== null;
 

@@ -1,6 +1,6 @@
 // The review queue: logged images, one at a time, which a person with a key for feedback labels by a key or a tap.
 
-import { getLoggedImage, getUnreviewed, hasFeedbackKey, sendLabel, useFeedbackKey } from "./api.js";
+import { FEEDBACK_KEY, getLoggedImage, getUnreviewed, hasFeedbackKey, sendLabel, useKey } from "./api.js";
 import { DECISIONS } from "./decide.js";
 import { SMALL_PIXELS } from "./grid.js";
 import { pictureOf } from "./pictures.js";
@@ -292,7 +292,7 @@ on("label-form", "submit", (event) => {
 });
 on("review-key-form", "submit", (event) => {
   event.preventDefault();
-  const fault = useFeedbackKey(element("review-key").value);
+  const fault = useKey(element("review-key").value, FEEDBACK_KEY);
   if (fault) return say(fault);
   element("review-key").value = "";
   look();
