@@ -255,12 +255,6 @@ class EngineHost(UvicornHost):
         If SIGTERM came from somebody else, the parent says nothing: the engine ends when fronts would, and is replaced.
         """
         loop = asyncio.get_running_loop()
-        tasks: set[asyncio.Task[None]] = set()
-
-        def begin(work: Any) -> None:
-            task = loop.create_task(work)
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
 
         async def end_alone() -> None:
             service.begin_drain()
@@ -271,14 +265,14 @@ class EngineHost(UvicornHost):
 
         def orphaned() -> None:
             loop.remove_reader(self._lifeline)
-            begin(end_alone())
+            self.begin(end_alone())
 
         def drain() -> None:
             service.begin_drain()
             seconds = service.settings.answer_seconds
             loop.call_later(max(seconds, linger_seconds(service.settings) + FIRST_REQUEST_SECONDS), self.ended.set)
 
-        loop.add_signal_handler(signal.SIGHUP, lambda: begin(service.reload_quietly()))
+        loop.add_signal_handler(signal.SIGHUP, lambda: self.begin(service.reload_quietly()))
         loop.add_signal_handler(signal.SIGTERM, drain)
         loop.add_signal_handler(_END, self.ended.set)
         loop.add_reader(self._lifeline, orphaned)

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sized
 from functools import partial
 from typing import Any, Final, cast
 
@@ -331,6 +331,7 @@ class UvicornHost(Host):
     def __init__(self, address: str, began: float) -> None:
         self._address = address
         self._began = began  # when ``psc-serve`` was started, by the monotonic clock
+        self._tasks = set[asyncio.Task[None]]()
 
     def models_loaded(self, service: Service) -> None:
         models = ", ".join(f"{served.name} on {served.model.device}" for served in service.registry.served)
@@ -343,6 +344,12 @@ class UvicornHost(Host):
     def failed(self) -> None:
         signal.raise_signal(signal.SIGTERM)
 
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin some work beside the application, which a signal asks for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     @contextlib.contextmanager
     def running(self, service: Service) -> Iterator[None]:
         """Handle signals: SIGHUP reloads; SIGTERM drains and then ends uvicorn.
@@ -353,20 +360,14 @@ class UvicornHost(Host):
         loop = asyncio.get_running_loop()
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
         end = before[signal.SIGTERM]
-        tasks: set[asyncio.Task[None]] = set()
 
         def drain() -> None:
             service.begin_drain()
             if callable(end):
                 loop.call_later(linger_seconds(service.settings), end, signal.SIGTERM, None)
 
-        def reload() -> None:
-            task = loop.create_task(service.reload_quietly())
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
         loop.add_signal_handler(signal.SIGTERM, drain)
-        loop.add_signal_handler(signal.SIGHUP, reload)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self.begin(service.reload_quietly()))
         gc.disable()  # Until the models are loaded: collections would walk what libraries make, which is no garbage.
         try:
             yield
