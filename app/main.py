@@ -243,7 +243,7 @@ def _add_middleware(app: FastAPI, service: Service, routes: Sequence[BaseRoute])
     """Add the middleware, innermost first."""
     settings = service.settings
     if not settings.otel:  # FastAPI makes the spans.
-        app.add_middleware(DirectRoutes, host=app, routes=model.predict_router.routes)
+        app.add_middleware(DirectRoutes, routes=model.predict_router.routes)
     app.add_middleware(RequestLimits, service=service)
     app.add_middleware(ProblemResponses, metrics=service.metrics)
     if settings.allowed_hosts:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from typing import Final, Protocol, runtime_checkable
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -252,9 +252,8 @@ class DirectRoutes:
     Only a path without parameters is found here; the other routes, and other methods, are FastAPI's.
     """
 
-    def __init__(self, app: ASGIApp, *, host: FastAPI, routes: Iterable[BaseRoute]) -> None:
+    def __init__(self, app: ASGIApp, *, routes: Iterable[BaseRoute]) -> None:
         self.app = app
-        self._host = host
         self._routes = {
             route.path: route for route in routes if isinstance(route, APIRoute) and not route.param_convertors
         }
@@ -264,6 +263,6 @@ class DirectRoutes:
         if route is None or scope["method"] not in (route.methods or ()):
             await self.app(scope, receive, send)
             return
-        scope["app"], scope["route"] = self._host, route
+        scope["route"] = route
         response = await route.endpoint(Request(scope, receive))
         await response(scope, receive, send)
