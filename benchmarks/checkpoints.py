@@ -2,7 +2,8 @@
 
 ``full`` has the paper's networks, schedule and 350 epochs, which ``--epochs`` shortens.  ``cpu`` has ResNet-18 and
 VGG-16 at a quarter of their width, which a few cores train in minutes; tables name the network that was run.  The file
-name of a checkpoint describes network, data and training.
+name of a checkpoint describes network, data and training; the file beside it has the digest of the images, and with
+other images it is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 from benchmarks.data import random_images
 from benchmarks.networks import NETWORKS
 from benchmarks.runs import Run
-from benchmarks.train import Job, train
+from benchmarks.train import Job, is_trained, train
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
 from psc_core.images.preprocess import Preprocess
@@ -107,13 +108,13 @@ class Trained:
 def obtain(run: Run, job: Job) -> Trained:
     """Open the data and load the network, which is trained first if it has no checkpoint."""
     weights = run.checkpoints / f"{job.name}.safetensors"
-    if not weights.exists():
-        print(f"training {job.describe()} on {job.data}", flush=True)
-        train(job, run.spec(job.data), weights, run.device)
     preprocess = job.preprocess
     images, val, test = (
         open_dataset(run.spec(job.data), split=split, preprocess=preprocess) for split in ("train", "val", "test")
     )
+    if not is_trained(weights, images):
+        print(f"training {job.describe()} on {job.data}", flush=True)
+        train(job, run.spec(job.data), weights, run.device)
     net = NETWORKS[job.network](len(images.classes), preprocess.channels)
     tensors = read_weights(weights, net.state_dict()).tensors
     load_weights(net, tensors, num_classes=len(images.classes), origin=weights.name)

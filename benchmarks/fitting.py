@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.checkpoints import Trained, scale_of
 from benchmarks.data import random_images
-from benchmarks.runs import Run
+from benchmarks.runs import Run, data_digest
 from psc_core import FitSettings, fit
 from psc_core.collapse import ChosenLayer, CollapseReport
 from psc_core.compute import Compute, passes
@@ -90,6 +90,7 @@ def _store(run: Run, trained: Trained, train: ImageDataset, **settings: str) -> 
         "checkpoint": trained.job.name,
         "classes": train.classes,
         "data": train.name,
+        "data_digest": data_digest(run.data),
         "images": len(train),
         "seed": run.seed,
         "device": run.device.type,

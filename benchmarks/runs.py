@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,9 @@ class Run:
         return name if ":" in name else f"{name}:{self.data}"
 
     def part(self, name: str, settings: Mapping[str, Any], compute: Callable[[], Json]) -> Json:
-        """Return ``compute()``, or the result of an earlier run with equal settings, epochs and numbers of images."""
+        """Return ``compute()``, or the result of an earlier run with equal settings, data, epochs and counts."""
         numbers = {"epochs": self.epochs, "fit_images": self.fit_images, "test_images": self.test_images}
-        settings = {**settings, **numbers}
+        settings = {**settings, **numbers, "data_digest": data_digest(self.data)}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
         kept = self._parts().get(name)
         if kept is not None and kept["key"] == key:
@@ -99,6 +100,14 @@ class Run:
         write_json(self._file(), record)
         print(fragment(record))
         return record
+
+
+@cache
+def data_digest(root: Path) -> str:
+    """Return the SHA-256 of the files of all data sets in a folder; to open one set takes longer."""
+    files = sorted(file for name in ("*MNIST/raw/*", "cifar10-*.tar.gz") for file in root.glob(name))
+    found = [(file.relative_to(root).as_posix(), hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 def results(record: Json) -> dict[str, Json]:

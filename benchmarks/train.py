@@ -27,6 +27,7 @@ from benchmarks.strips import preprocess_of
 from psc_core.compute import resolve_device, track
 from psc_core.data.dataset import ImageDataset
 from psc_core.data.open import open_dataset
+from psc_core.errors import DataError
 from psc_core.images.preprocess import PRESETS, Preprocess
 
 SCHEDULES: Mapping[str, float] = {"one-cycle": 0.1, "ddu": 0.1, "adamw": 2e-3}  # The peak of each.
@@ -62,6 +63,30 @@ class Job:
         bound = f", spectral norm ≤ {self.spectral_norm:g}" if self.spectral_norm else ""
         schedule = "" if self.schedule == "one-cycle" else f", schedule {self.schedule}"
         return f"{self.network}{bound}, {self.epochs} epochs, batch {self.batch}{schedule}, seed {self.seed}"
+
+
+def check_images(file: Path, kept: Mapping[str, object], data: ImageDataset) -> None:
+    """Raise if what is kept of the training of the network in ``file`` does not name the images of ``data``."""
+    if kept.get("train_digest") != data.digest():
+        raise DataError(
+            f"{file} is of other training images than {data.name}, or does not say of which; name another folder of "
+            "trained networks (--checkpoints), or remove this file"
+        )
+
+
+def is_trained(weights: Path, data: ImageDataset) -> bool:
+    """Whether the network is there; an error if it was trained on other images."""
+    if weights.exists():
+        summary = weights.with_suffix(".json")
+        check_images(weights, json.loads(summary.read_text()) if summary.exists() else {}, data)
+    return weights.exists()
+
+
+def save_trained(net: nn.Module, weights: Path, summary: dict[str, object]) -> None:
+    """Write a network and, beside it, what :func:`check_images` reads: a summary with the digest of its images."""
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    weights.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n")
+    save_file({name: value.contiguous().cpu() for name, value in net.state_dict().items()}, weights)
 
 
 def load_images(dataset: ImageDataset) -> Tensor:
@@ -139,11 +164,12 @@ def train(
     start = 0
     if checkpoint.exists():
         saved = torch.load(checkpoint, map_location=device, weights_only=True)
+        check_images(checkpoint, saved, data)
         net.load_state_dict(saved["net"])
         optimizer.load_state_dict(saved["optimizer"])
         generator.set_state(saved["generator"].cpu())
         start = saved["epoch"]
-    began = time.perf_counter()
+    began, digest = time.perf_counter(), data.digest()
     for epoch in range(start, job.epochs):
         net.train()
         order = torch.randperm(data.examples, generator=generator)
@@ -172,6 +198,7 @@ def train(
                 "optimizer": optimizer.state_dict(),
                 "generator": generator.get_state(),
                 "epoch": epoch + 1,
+                "train_digest": digest,
             },
             checkpoint,
         )
@@ -183,16 +210,14 @@ def train(
         "lr": lr,
         "augment": job.augment,
         "precision": precision,
-        "train_digest": data.digest(),
+        "train_digest": digest,
         "test_accuracy": float(hits.mean()),
         "test_accuracy_by_group": {name: float(hits[where].mean()) for name, where in test.groups.items()},
         "seconds": round(time.perf_counter() - began),
         "torch": torch.__version__,
         "device": device.type,
     }
-    state = {k: v.contiguous().cpu() for k, v in net.state_dict().items()}
-    save_file(state, out)
-    out.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n")
+    save_trained(net, out, summary)
     checkpoint.unlink(missing_ok=True)
     print(json.dumps(summary, indent=2))
     return summary

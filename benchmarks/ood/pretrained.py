@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,6 +26,7 @@ from benchmarks.data import keep_classes, random_images
 from benchmarks.fitting import linear_output
 from benchmarks.runs import Run
 from benchmarks.strips import preprocess_of
+from benchmarks.train import is_trained, save_trained
 from psc_core.compute import track
 from psc_core.data.dataset import ImageDataset, draw_balanced
 from psc_core.data.open import open_dataset
@@ -147,11 +147,9 @@ def obtain(run: Run, job: PretrainedJob) -> Trained:
     images = draw_balanced(job.open(run, "train"), job.count * job.per_class, job.seed)
     val = random_images(job.open(run, "val"), VAL_IMAGES, job.seed)
     test = images_to_test(run, job.open(run, "test"))
-    if not weights.exists():
+    if not is_trained(weights, images):
         print(f"training {job.describe()}", flush=True)
-        run.checkpoints.mkdir(parents=True, exist_ok=True)
-        trained = train(job, images, run.device)
-        save_file({name: value.contiguous().cpu() for name, value in trained.state_dict().items()}, weights)
+        save_trained(train(job, images, run.device), weights, {"train_digest": images.digest()})
     net = job.backbone.build(job.count)
     load_weights(net, read_weights(weights, net.state_dict()).tensors, num_classes=job.count, origin=weights.name)
     fit_on = random_images(images, scale_of(run).fit_images, run.seed)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.train import learning_rate, load_images
+from benchmarks.train import is_trained, learning_rate, load_images, save_trained
 from psc_core.compute import track
 from psc_core.data.dataset import ImageDataset
 
@@ -46,7 +46,7 @@ def trained(
 ) -> AngleNet:
     """Load the network in ``file``, which is trained first if missing; outputs are in the target's unit."""
     net = AngleNet(outputs, data.preprocess.channels, dropout)
-    if file.exists():
+    if is_trained(file, data):
         net.load_state_dict(load_file(file))
         return net.eval()
     assert data.values is not None
@@ -72,8 +72,7 @@ def trained(
         net.output.bias[0] = net.output.bias[0] * scale + center
         if outputs == 2:
             net.output.bias[1] += 2 * scale.log()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(net.state_dict(), file)
+    save_trained(net, file, {"train_digest": data.digest()})
     return net.eval()
 
 
