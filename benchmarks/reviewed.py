@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> Json:
 
 def one_setting(run: Run, setting: Setting) -> Json:
     run = setting.limited(run)
+    numbers = {"draws": DRAWS, "counts": COUNTS, "sampled": SAMPLED, "samples": SAMPLES, "alpha": ALPHA, "wrong": WRONG}
 
     def compute() -> Json:
         trained = setting.obtain(run)
@@ -69,7 +70,7 @@ def one_setting(run: Run, setting: Setting) -> Json:
         sets = {name: read(model, data) for name, data in images_of(run, setting, trained).items()}
         return {"today": today(model, sets), "rows": rows(model, sets), "added": added_rows(model, sets)}
 
-    return run.part(f"{setting.name}-{run.seed}", {"draws": DRAWS, "counts": COUNTS, "sampled": SAMPLED}, compute)
+    return run.part(f"{setting.name}-{run.seed}", {"job": setting.job(run).name, **numbers}, compute)
 
 
 def images_of(run: Run, setting: Setting, trained: Trained) -> dict[str, ImageDataset]:

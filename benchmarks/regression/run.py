@@ -39,6 +39,11 @@ DROPOUT: Final = 0.2
 COVERAGE: Final = 0.95
 EPOCHS: Final = {"smoke": 1, "cpu": 4, "full": 30}
 TRAINING_IMAGES: Final = {"smoke": 400, "cpu": 20_000, "full": None}
+MODELS: Final[Mapping[str, Mapping[str, str]]] = {  # How each is fitted: its head and predictions.
+    "PSC": {},
+    "PSC, the network's mean": {"predictions": "original"},
+    "PSC, head dve": {"head": "dve"},
+}
 FACTORY: Final = "benchmarks.regression.networks:network"
 
 
@@ -58,7 +63,9 @@ Method = Callable[[ImageDataset], Forecast]
 def main(argv: list[str] | None = None) -> Json:
     run = runs.start(NAME, runs.parser(__doc__).parse_args(argv))
     epochs = run.epochs or EPOCHS[run.scale]
-    run.part(f"rotated-mnist-s{run.seed}", {"seed": run.seed}, partial(compare, run, epochs))
+    numbers = {"members": MEMBERS, "passes": PASSES, "dropout": DROPOUT, "coverage": COVERAGE, "models": MODELS}
+    settings = {"seed": run.seed, "job": f"{TRAINING_IMAGES[run.scale]}-e{epochs}", **numbers}
+    run.part(f"rotated-mnist-s{run.seed}", settings, partial(compare, run, epochs))
     return run.write(fragment)
 
 
@@ -83,11 +90,7 @@ def compare(run: Run, epochs: int) -> Json:
         f"deep ensemble of {MEMBERS}": (ensemble(members), MEMBERS),
         "MC dropout": (mc_dropout(dropout, selection), PASSES),
     }
-    models = {
-        "PSC": fit(run, plain, train, val),
-        "PSC, the network's mean": fit(run, plain, train, val, predictions="original"),
-        "PSC, head dve": fit(run, plain, train, val, head="dve"),
-    }
+    models = {name: fit(run, plain, train, val, **how) for name, how in MODELS.items()}
     methods |= {name: (of_psc(model), 1) for name, model in models.items()}
     rows = {}
     for name, (method, passes) in methods.items():

@@ -3,12 +3,15 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import checkpoints, fitting, train
+from benchmarks import checkpoints, fitting, reviewed, train
 from benchmarks.ood import pretrained
+from benchmarks.ood.settings import SETTINGS
+from benchmarks.regression import run as regression
 from benchmarks.regression.networks import trained
 from benchmarks.runs import Json, Run
 from psc_core import PRESETS, open_dataset
@@ -104,3 +107,33 @@ def test_a_network_for_angles_of_other_images_is_refused(run: Run) -> None:
         trained(digits.subset(first), file, epochs=1, seed=0)
     with pytest.raises(DataError, match="--checkpoints"):
         trained(digits.subset(second), file, epochs=1, seed=0)
+
+
+def keys(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that each part's settings are added to, in place of a measurement."""
+    found: list[Any] = []
+    monkeypatch.setattr(Run, "part", lambda _run, _name, settings, _compute: found.append(dict(settings)))
+    return found
+
+
+def test_reviewed_images_are_measured_again_on_another_network(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, found = SETTINGS["mnist-held-out-0"], keys(monkeypatch)
+    reviewed.one_setting(run, setting)
+    reviewed.one_setting(run, replace(setting, network="vit"))
+    for name, value in {"SAMPLES": (4,), "ALPHA": 0.1, "WRONG": 0.2}.items():
+        monkeypatch.setattr(reviewed, name, value)
+        reviewed.one_setting(run, setting)
+    assert len({str(each) for each in found}) == 5
+
+
+def test_angles_are_measured_again_by_other_methods(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--scale", "smoke", "--data", str(run.data), "--out", str(run.out)]
+    found = keys(monkeypatch)
+    monkeypatch.setattr(Run, "write", lambda *_: {})
+    monkeypatch.setenv("PSC_DATA", "")
+    changes = {"MEMBERS": 2, "DROPOUT": 0.5, "PASSES": 3, "COVERAGE": 0.8, "EPOCHS": {"smoke": 9}, "MODELS": {}}
+    regression.main(words)
+    for name, value in changes.items():
+        monkeypatch.setattr(regression, name, value)
+        regression.main(words)
+    assert len({str(each) for each in found}) == 1 + len(changes)
