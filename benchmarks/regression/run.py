@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import getitem
+from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks import runs
@@ -75,14 +75,15 @@ def compare(run: Run, epochs: int) -> Json:
     fashion = open_dataset(run.spec("fashion-mnist"), split="test", preprocess=PRESETS["mnist"])
     test, fashion = (random_images(data, run.test_images, run.seed) for data in (test, fashion))
     train = random_images(train, run.fit_images or TRAINING_IMAGES[run.scale], run.seed)
-    folder = run.checkpoints
+
+    def file_of(name: str) -> Path:  # The run's seed draws the images, so that no seed takes another's networks.
+        return run.checkpoints / f"angle-{name}-{len(train)}-e{epochs}-s{run.seed}.safetensors"
 
     def get(name: str, seed: int, outputs: int, dropout: float = 0.0) -> AngleNet:
-        file = folder / f"angle-{name}-{len(train)}-e{epochs}-s{seed}.safetensors"
-        return trained(train, file, epochs=epochs, seed=seed, outputs=outputs, dropout=dropout)
+        return trained(train, file_of(name), epochs=epochs, seed=seed, outputs=outputs, dropout=dropout)
 
     plain = get("plain", run.seed, 1)
-    members = [get("member", run.seed + number, 2) for number in range(MEMBERS)]
+    members = [get(f"member-{number}", MEMBERS * run.seed + number, 2) for number in range(MEMBERS)]
     dropout = get("dropout", run.seed, 1, DROPOUT)
     selection = split_validation(val, run.seed)[0]
     methods: dict[str, tuple[Method, int]] = {
@@ -90,7 +91,7 @@ def compare(run: Run, epochs: int) -> Json:
         f"deep ensemble of {MEMBERS}": (ensemble(members), MEMBERS),
         "MC dropout": (mc_dropout(dropout, selection), PASSES),
     }
-    models = {name: fit(run, plain, train, val, **how) for name, how in MODELS.items()}
+    models = {name: fit(run, file_of("plain"), train, val, **how) for name, how in MODELS.items()}
     methods |= {name: (of_psc(model), 1) for name, model in models.items()}
     rows = {}
     for name, (method, passes) in methods.items():
@@ -110,11 +111,9 @@ def compare(run: Run, epochs: int) -> Json:
     }
 
 
-def fit(run: Run, net: nn.Module, train: ImageDataset, val: ImageDataset, **how: Any) -> PSCRegressor:
-    """Run the three stages on the network as ``psc-fit`` loads it; ``how`` names head and predictions."""
+def fit(run: Run, weights: Path, train: ImageDataset, val: ImageDataset, **how: Any) -> PSCRegressor:
+    """Run the three stages on a network as ``psc-fit`` loads it; ``how`` names head and predictions."""
     settings = settings_of(run)
-    weights = run.checkpoints / "angle-to-fit.safetensors"
-    save_file(net.state_dict(), weights)
     loaded = load_network(FACTORY, num_classes=1, model_args={"in_channels": 1}, weights=weights)
     chosen = measure_collapse(loaded, train, val, settings=settings).choose()
     projection = fit_projection(loaded, chosen, train, val, settings=settings)

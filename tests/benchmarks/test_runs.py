@@ -12,7 +12,7 @@ from benchmarks import checkpoints, fitting, reviewed, train
 from benchmarks.ood import pretrained
 from benchmarks.ood.settings import SETTINGS
 from benchmarks.regression import run as regression
-from benchmarks.regression.networks import trained
+from benchmarks.regression.networks import AngleNet, trained
 from benchmarks.runs import Json, Run
 from psc_core import PRESETS, open_dataset
 from psc_core.errors import DataError
@@ -137,3 +137,27 @@ def test_angles_are_measured_again_by_other_methods(run: Run, monkeypatch: pytes
         monkeypatch.setattr(regression, name, value)
         regression.main(words)
     assert len({str(each) for each in found}) == 1 + len(changes)
+
+
+def test_two_seeds_of_angles_share_no_network(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainings: list[tuple[Path, int, int]] = []
+
+    def record(_data: object, file: Path, *, epochs: int, seed: int, outputs: int, dropout: float) -> AngleNet:
+        trainings.append((file, seed, outputs))
+        return AngleNet(outputs)
+
+    def fit(_run: Run, weights: Path, *_: object, **__: object) -> None:
+        fitted.append(weights)
+        raise InterruptedError
+
+    fitted: list[Path] = []
+    monkeypatch.setattr(regression, "trained", record)
+    monkeypatch.setattr(regression, "mc_dropout", lambda *_: None)
+    monkeypatch.setattr(regression, "fit", fit)
+    for seed in (0, 1, 2):
+        with pytest.raises(InterruptedError):
+            regression.compare(replace(run, seed=seed, fit_images=100), 1)
+    files, members = [file for file, _, _ in trainings], [seed for _, seed, outputs in trainings if outputs == 2]
+    assert len({*files}) == len(files) == 3 * (2 + regression.MEMBERS)
+    assert len({*members}) == len(members) == 3 * regression.MEMBERS
+    assert len({*fitted}) == 3
