@@ -39,7 +39,14 @@ from psc_core.model import PSC
 DRAWS, COUNTS, SAMPLED, ALPHA, WRONG = 30, (10, 25, 100, 400), 400, 0.05, 0.3
 SAMPLES = (400, 1600)  # reviewed images of the random sample beside an added class
 ADDED_MEASURES = (("recall", 100), ("lost", 100), ("entropy", 1))  # with their scales
-ADDED_HEADER = ["images of the class", "sample", "recognised, %", "right answers of others lost, %", "entropy, nats"]
+ADDED_HEADER = [
+    "images of the class",
+    "draws",
+    "sample",
+    "recognised, %",
+    "right answers of others lost, %",
+    "entropy, nats",
+]
 
 FULL = ("lite0-tuned-8", "lite2-tuned-8", "lite0-frozen-5", "cifar10-held-out-1", "mnist-held-out-1")
 AT_SCALE = {"smoke": ("mnist-held-out-0",), "cpu": FULL, "full": FULL}
@@ -235,17 +242,34 @@ def one_class(model: PSC, sets: dict[str, Read], count: int, draw: int, kind: in
 
 
 def table(record: Json) -> str:
-    """Return the Markdown of all parts: before → after ± the standard deviation of a single draw."""
-    header = ["reviewed", "of them", "AUROC, these kinds", "kinds never reviewed", "far", "false alarms, %", "found, %"]
+    """Return the Markdown of all parts: before → after ± the standard deviation of a single draw.
+
+    A draw is left out where its class has too few images, so that rows of fewer draws are of other classes.
+    """
+    header = [
+        "reviewed",
+        "draws",
+        "of them",
+        "AUROC, these kinds",
+        "kinds never reviewed",
+        "far",
+        "false alarms, %",
+        "found, %",
+    ]
     lines = []
     for name, result in runs.results(record).items():
         cells = [
-            [str(row["reviewed"]), row["way"], *(_both(row, each, 1) for each in ("same", "other", "far"))]
+            [
+                str(row["reviewed"]),
+                str(row["draws"]),
+                row["way"],
+                *(_both(row, each, 1) for each in ("same", "other", "far")),
+            ]
             + [_both(row, each, 100) for each in ("alarms known", "alarms near")]
             for row in result["rows"]
         ]
         of_added = [
-            [str(row["images"]), str(row["sampled"]), *(_one(row, *each) for each in ADDED_MEASURES)]
+            [str(row["images"]), str(row["draws"]), str(row["sampled"]), *(_one(row, *each) for each in ADDED_MEASURES)]
             for row in result["added"]
         ]
         lines += [f"**{name}**", "", runs.markdown_table(header, cells), ""]

@@ -1,5 +1,6 @@
 """What is found in a folder is taken again for the same data, settings and seed alone."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from benchmarks.ood import pretrained
 from benchmarks.ood.settings import SETTINGS
 from benchmarks.regression import run as regression
 from benchmarks.regression.networks import AngleNet, trained
-from benchmarks.runs import Json, Run
+from benchmarks.runs import RESULTS, Json, Run
 from psc_core import PRESETS, open_dataset
 from psc_core.errors import DataError
 
@@ -161,3 +162,9 @@ def test_two_seeds_of_angles_share_no_network(run: Run, monkeypatch: pytest.Monk
     assert len({*files}) == len(files) == 3 * (2 + regression.MEMBERS)
     assert len({*members}) == len(members) == 3 * regression.MEMBERS
     assert len({*fitted}) == 3
+
+
+def test_rows_of_reviewed_images_say_their_draws() -> None:
+    record = json.loads((RESULTS / "reviewed-cpu.json").read_text())
+    row = next(line for line in reviewed.table(record).splitlines() if line.startswith("| 100 | 12 | one class |"))
+    assert "0.717 → 0.869" in row
