@@ -5,6 +5,7 @@ The names below are loaded on first use, so importing the package itself is chea
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from psc_core.tasks.regression import RegressionPrediction as RegressionPrediction
 
 __version__ = "0.1.0"
+
+# Nothing leaves the machine: what these libraries read when they start, here or in a child process.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 _MODULES = {
     "BasePrediction": "tasks.base",

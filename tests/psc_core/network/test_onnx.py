@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +19,7 @@ from psc_core.network.layers import list_layers
 from psc_core.network.load import load_network
 from psc_core.network.onnx import OnnxNetwork, open_onnx
 from psc_core.network.onnx_check import files_of_model
+from tests.conftest import ROOT
 
 X = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -277,3 +281,16 @@ def test_says_what_a_file_must_be(tmp_path: Path) -> None:
     ):
         with pytest.raises(NetworkError, match=said):
             use()
+
+
+def test_a_session_sends_nothing_and_keeps_no_device_id(tmp_path: Path) -> None:
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Abs", ["x"], ["y"])], "g", value[:1], value[1:])
+    model = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+    onnx.save(model, tmp_path / "net.onnx")
+    code = "import psc_core, onnxruntime; onnxruntime.InferenceSession('net.onnx')"
+    unset = {"ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME"}
+    env = {name: value for name, value in os.environ.items() if name not in unset}
+    env |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=env, timeout=120)
+    assert [file.name for file in tmp_path.iterdir()] == ["net.onnx"]
