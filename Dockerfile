@@ -27,6 +27,10 @@ COPY psc_core psc_core
 COPY app app
 RUN /opt/psc/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --prefix /code .
 
+FROM ${BASE} AS bundles
+COPY artifacts/dirty-mnist-resnet18 /bundles/dirty-mnist-resnet18
+RUN chmod -R a+rX /bundles
+
 FROM ${BASE}
 ARG REVISION=""
 LABEL org.opencontainers.image.title="psc" \
@@ -34,7 +38,7 @@ LABEL org.opencontainers.image.title="psc" \
     org.opencontainers.image.revision="${REVISION}"
 RUN useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin psc
 COPY --from=dependencies /opt/psc /opt/psc
-COPY artifacts/dirty-mnist-resnet18 /bundles/dirty-mnist-resnet18
+COPY --from=bundles /bundles /bundles
 COPY --from=code /code /opt/psc
 USER 10001:10001
 ENV PATH=/opt/psc/bin:$PATH \

@@ -436,7 +436,9 @@ def write_bundle(
         for name, blob in blobs.items():
             write_file(scratch / name, blob)
         write_file(scratch / "manifest.json", (json.dumps(ordered, indent=1) + "\n").encode())
-        scratch.chmod(0o755)
+        scratch.chmod(0o755)  # And the files, whatever the umask, so that a container's user can read them.
+        for file in scratch.iterdir():
+            file.chmod(0o644)
         _sync_folder(scratch)
         _put(scratch, path)
     except BaseException:
@@ -623,7 +625,11 @@ def read_inside(folder: Path, name: str, limit: int) -> bytes:
             return stream.read(size)
     except (OSError, RuntimeError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or type(error).__name__
-        raise BundleError(f"{file}: cannot be read ({reason}); copy the bundle again") from error
+        remedy = "copy the bundle again"
+        if isinstance(error, PermissionError):
+            who = f"user {os.geteuid()}" if hasattr(os, "geteuid") else "this user"
+            remedy = f"let {who} read it: chmod -R a+rX {folder}"
+        raise BundleError(f"{file}: cannot be read ({reason}); {remedy}") from error
 
 
 def _read_entry(folder: Path, name: str, entry: FileEntry) -> bytes:

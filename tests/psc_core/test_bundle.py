@@ -56,8 +56,23 @@ def test_files_of_a_bundle(tiny_bundle: Path) -> None:
     assert set(read_bundle(tiny_bundle).parts) == set(PARTS)
 
 
-def test_mode_of_a_bundle(tiny_bundle: Path) -> None:
-    assert stat.S_IMODE(tiny_bundle.stat().st_mode) == 0o755
+def test_mode_of_a_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        PSC.load(tiny_bundle, device="cpu", allow_factories=ALLOW).save(tmp_path / "private")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "private").stat().st_mode) == 0o755
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "private").iterdir()} == {0o644}
+
+
+def test_who_may_not_read_a_bundle_learns_who_must(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(BundleError, match=rf"Permission denied\); let user {os.geteuid()} read it: chmod -R a\+rX"):
+        read_bundle(tiny_bundle)
 
 
 def test_saving_again_gives_the_same_bytes(tiny_bundle: Path, tmp_path: Path) -> None:
