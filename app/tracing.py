@@ -59,8 +59,10 @@ def configure_export() -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    name = os.environ.get("OTEL_SERVICE_NAME", "psc")
-    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
+    resource = Resource.create()  # unknown_service where no variable names one
+    if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: "psc"}))
+    provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
 

@@ -115,6 +115,29 @@ def test_the_exporter_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         configure_export()
 
 
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({}, "psc"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=flowers"}, "flowers"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=flowers", "OTEL_SERVICE_NAME": "digits"}, "digits"),
+    ],
+)
+def test_the_standard_variables_name_the_service(
+    variables: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the extra psc[otel]")
+    for variable in ("OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    made: list[Any] = []
+    monkeypatch.setattr("opentelemetry.trace.set_tracer_provider", made.append)
+    configure_export()
+    made[0].shutdown()
+    assert made[0].resource.attributes["service.name"] == name
+
+
 def test_spans_reach_a_collector() -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the extra psc[otel]")
     code = """
