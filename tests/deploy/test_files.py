@@ -223,6 +223,11 @@ def test_the_dashboard_shows_equal_steps_of_p_values_and_the_time_of_answers_alo
     assert all('status="200"' in each for each in dashboard_expressions() if "psc_request_seconds_bucket" in each)
 
 
+def test_no_expression_takes_quantiles_of_densities() -> None:
+    """Their buckets have to fit every model, so that one of them may hold all usual images."""
+    assert not [each for each in expressions() if "histogram_quantile" in each and "psc_log_density_nats" in each]
+
+
 def documented(series: str) -> Metric:
     known = {row.name: row for row in METRICS}
     return known.get(series) or known[re.sub(r"_(bucket|sum|count)$", "", series)]
