@@ -39,7 +39,7 @@ docs: $(VENV)/.dev              ## the documentation site, in site/; where npm i
 	if command -v npm > /dev/null; then npm install --silent --prefix out/npm onnxruntime-web@1 || echo "no demo: npm found no onnxruntime-web"; fi
 	$(BIN)/mkdocs build
 
-OPERATOR := deploy/kustomize/overlays/prometheus-operator
+OPERATOR := deploy/kustomize/components/prometheus-operator
 
 rules: deploy/alerts.yml        ## the alert rules as a resource of the Prometheus operator, for its overlay
 	{ printf 'apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: psc\nspec:\n'; sed 's/^/  /' $<; } > $(OPERATOR)/rules.yaml

@@ -288,6 +288,7 @@ def canonical(name: str) -> str:
 
 BASE = DEPLOY / "kustomize" / "base"
 OVERLAYS = DEPLOY / "kustomize" / "overlays"
+COMPONENTS = DEPLOY / "kustomize" / "components"
 FOLDERS = [BASE, *sorted(OVERLAYS.iterdir())]
 WITHOUT_SCHEMA = {"ScaledObject", "PodMonitor", "PrometheusRule"}
 """Kinds of KEDA and the Prometheus operator, which Kubernetes itself has no schema of."""
@@ -338,6 +339,33 @@ def test_every_overlay_renders_to_valid_documents(folder: Path, made: Path, tmp_
         assert each["securityContext"]["readOnlyRootFilesystem"] is True
         assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert set(each["resources"]) == {"requests", "limits"}
+
+
+def test_overlays_combine_as_the_guide_says(made: Path) -> None:
+    text = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(# deploy/kustomize/overlays/mine/kustomization.yaml\n.*?)```", text, re.DOTALL)
+    folder = made / "overlays" / "mine"
+    folder.mkdir()
+    kustomization = folder / "kustomization.yaml"
+    kustomization.write_text(example, encoding="utf-8")
+    documents = by_kind(rendered(folder))
+    spec, container = pod_of(documents)
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert {row["name"]: row["value"] for row in container["env"]} == {
+        "PSC_DEVICE": "cuda",
+        "PSC_BUNDLE": "model=/bundles/model",
+    }
+    assert {"persistentVolumeClaim", "emptyDir"} <= {kind for volume in spec["volumes"] for kind in volume}
+    assert "PersistentVolumeClaim" in documents
+    # One of each that excludes another: three bundles, two autoscalers.
+    excluding = {"pvc", "oci-bundle", "s3-bundle", "hpa", "keda"}
+    others = {each.name for each in COMPONENTS.iterdir()} - excluding
+    for bundle, autoscaler in (("pvc", "hpa"), ("oci-bundle", "keda"), ("s3-bundle", "hpa")):
+        chosen = [f"../../components/{name}" for name in sorted({bundle, autoscaler, *others})]
+        kustomization.write_text(yaml.safe_dump({"resources": ["../../base"], "components": chosen}), encoding="utf-8")
+        documents = by_kind(rendered(folder))
+        assert {"Ingress", "PodMonitor", "PrometheusRule"} < documents.keys()
+        assert "bundle" in {volume["name"] for volume in pod_of(documents)[0]["volumes"]}
 
 
 def test_probes_and_ports_are_the_services(base: Documents) -> None:
@@ -408,7 +436,7 @@ def test_rules_of_the_operator_are_those_of_prometheus(made: Path) -> None:
 
 
 def test_pods_that_have_not_begun_are_not_scraped() -> None:
-    monitors = [OVERLAYS / "prometheus-operator/pod-monitor.yaml", DEPLOY / "ray/rayservice.yaml"]
+    monitors = [COMPONENTS / "prometheus-operator/pod-monitor.yaml", DEPLOY / "ray/rayservice.yaml"]
     for monitor in (by_kind(file.read_text(encoding="utf-8"))["PodMonitor"] for file in monitors):
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
         dropped = {"sourceLabels": ["__meta_kubernetes_pod_phase"], "regex": "Pending", "action": "drop"}
@@ -416,7 +444,7 @@ def test_pods_that_have_not_begun_are_not_scraped() -> None:
 
 
 def test_body_limit_of_the_ingress_is_the_services() -> None:
-    ingress = yaml.safe_load((OVERLAYS / "ingress" / "ingress.yaml").read_text(encoding="utf-8"))
+    ingress = yaml.safe_load((COMPONENTS / "ingress" / "ingress.yaml").read_text(encoding="utf-8"))
     limit = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"]
     assert limit == f"{DEFAULTS.max_body_bytes >> 20}m"
 

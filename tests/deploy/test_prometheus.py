@@ -185,7 +185,7 @@ def filled_in(expression: str) -> str:
 
 
 def test_queries_rise_under_load_and_fall_after(shipped_bundle: Path, tmp_path: Path) -> None:
-    scaled = yaml.safe_load((DEPLOY / "kustomize/overlays/keda/scaled-object.yaml").read_text(encoding="utf-8"))
+    scaled = yaml.safe_load((DEPLOY / "kustomize/components/keda/scaled-object.yaml").read_text(encoding="utf-8"))
     busy, waiting = (trigger["metadata"]["query"].replace("default/", "") for trigger in scaled["spec"]["triggers"])
     assert "[1m]" in busy
     busy = busy.replace("[1m]", "[2s]")
