@@ -9,6 +9,7 @@ into the one package, those of ``psc_core`` below ``psc_client.core``.
 from __future__ import annotations
 
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -78,6 +79,7 @@ def build(out: Path) -> None:
             copy.write_text(renamed(source.read_text()))
         (package / "py.typed").touch()
         (package / "core" / "__init__.py").write_text(f'__version__ = "{version}"\n')
+        shutil.copy(ROOT / "LICENSE", folder)  # Which setuptools takes into the wheel by its name.
         (Path(folder) / "pyproject.toml").write_text(PROJECT.format(version=version))
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(out), folder]
         subprocess.run(command, check=True)

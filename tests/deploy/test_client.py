@@ -42,6 +42,11 @@ def test_it_needs_nothing_of_the_service(installed: Path) -> None:
     assert python(installed, "-c", code).stdout == f"[] {client.__all__}\n"
 
 
+def test_it_has_the_text_of_the_licence(installed: Path) -> None:
+    (licence,) = installed.glob("psc_client-*.dist-info/**/LICENSE")
+    assert licence.read_text() == (ROOT / "LICENSE").read_text()
+
+
 def test_the_command_line_works(installed: Path) -> None:
     ended = python(installed, "-m", "psc_client.cli", "absent.png", "--url", "http://127.0.0.1:9")
     assert ended.returncode == 2 and "cannot read absent.png" in ended.stdout
