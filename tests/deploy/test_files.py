@@ -103,6 +103,15 @@ def test_compose_itself_accepts_the_file() -> None:
         checked(compose, "--file", ROOT / "docker-compose.yml", "--profile", profile, "config")
 
 
+def test_compose_accepts_the_bundle_as_it_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a slash it would be the name of a volume."""
+    compose = program("docker-compose", "Debian package docker-compose")
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("docker-compose.yml", "docs/deploy.md")]
+    for value in [each for text in texts for each in re.findall(r"\bBUNDLE=(\S+)", text)]:
+        monkeypatch.setenv("BUNDLE", value)
+        checked(compose, "--file", ROOT / "docker-compose.yml", "--profile", "cpu", "config")
+
+
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
 def test_a_profile_of_compose_has_one_service_that_prometheus_reaches(profile: str) -> None:
     services = load("docker-compose.yml")["services"]
