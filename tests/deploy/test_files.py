@@ -75,7 +75,8 @@ def test_image_serves_as_an_unprivileged_user_with_settings_that_exist() -> None
     assert settings.host == "0.0.0.0"
     assert last_stage("EXPOSE") == [str(settings.port)]
     ((name, path),) = settings.named_bundles
-    assert f"artifacts/{name} {path}" in last_stage("COPY")
+    copies = [argument for stage in stages() for instruction, argument in stage if instruction == "COPY"]
+    assert f"artifacts/{name} {path}" in copies and "--from=bundles /bundles /bundles" in last_stage("COPY")
     assert last_stage("ENTRYPOINT") == ['["psc-serve"]']
     (check,) = last_stage("HEALTHCHECK")
     assert json.loads(check.split("CMD", 1)[1]) == ["python3", "-m", "app.healthcheck"]
