@@ -33,7 +33,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from psc_core.answers import BasePolicy
+from psc_core.answers import UNNAMED, BasePolicy
 from psc_core.errors import BundleError, UsageError, fault, shorten, why_no_bundle
 from psc_core.images.preprocess import Preprocess
 from psc_core.network import LIBRARIES
@@ -331,7 +331,7 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_+.:][A-Za-z0-9_+.:-]*")
 def fit_command(body: Mapping[str, Any]) -> str:
     """Return the ``psc-fit`` command that refits a bundle, with the recorded settings if all are plain words."""
     try:
-        flags = _repeated(body["provenance"])
+        flags = _repeated(body["provenance"]) + _of_target(body.get("target"))
     except (AttributeError, KeyError, TypeError, ValueError):
         flags = "--model SPEC"
     files = _FILES.get(flags.split()[1], "--weights FILE --preprocess FILE ")
@@ -351,6 +351,15 @@ def _repeated(provenance: Any) -> str:
     if len(line := " ".join(words)) > _MAX_REPEATED:
         raise ValueError(f"{len(line)} characters")
     return line
+
+
+def _of_target(target: Any) -> str:
+    """Return the flags of a regression's column and unit; a name that is no plain word is left to the user."""
+    if not isinstance(target, dict):
+        return ""
+    words = {name: str(target.get(key) or "") for name, key in (("target", "name"), ("unit", "unit"))}
+    told = {name: text for name, text in words.items() if text not in ("", UNNAMED.name)}
+    return "".join(f" --{name} {text if _PLAIN.fullmatch(text) else name.upper()}" for name, text in told.items())
 
 
 def _plain(value: Any) -> str:

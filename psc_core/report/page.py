@@ -299,7 +299,7 @@ def _values(facts: Facts, repository: str = "") -> dict[str, Any]:
     return {
         "facts": facts,
         "manifest": facts.manifest,
-        "fit": fit_command({"provenance": facts.manifest.provenance}),
+        "fit": fit_command(facts.manifest.model_dump(include={"provenance", "target"})),
         "repository": repository,
         "model_class": model_class_of(facts.manifest.task).__name__,
         "serve": serve_command(Path("bundle") if repository else _HERE, facts.manifest),

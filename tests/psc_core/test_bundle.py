@@ -328,6 +328,20 @@ def test_a_manifest_without_provenance_names_a_general_command(provenance: Any) 
     assert fit_command({"provenance": provenance}) == fit_command({}) == GENERAL
 
 
+@pytest.mark.parametrize(
+    ("target", "flags"),
+    [
+        ({"name": "count", "unit": "discs"}, " --target count --unit discs"),
+        ({"name": "angle", "unit": ""}, " --target angle"),
+        ({"name": "value", "unit": "m"}, " --unit m"),
+        ({"name": "$(reboot)", "unit": "m/s"}, " --target TARGET --unit UNIT"),
+    ],
+)
+def test_a_regression_is_fitted_again_with_its_column_and_unit(target: dict[str, str], flags: str) -> None:
+    provenance = {"model": "timm:resnet50.a1_in1k", "model_args": {}, "settings": {"task": "regression"}}
+    assert f" --task regression{flags} --weights" in fit_command({"provenance": provenance, "target": target})
+
+
 @pytest.mark.parametrize("model", ["os:system", "torchvision:resnet18;reboot", "timm:../x", "torchvision:"])
 def test_only_networks_of_a_library_are_named(model: str) -> None:
     assert fit_command({"provenance": {"settings": {}, "model": model, "model_args": {}}}) == GENERAL
