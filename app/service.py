@@ -139,8 +139,9 @@ class Host:
 
 def memory_for(settings: Settings, board: Board) -> MemoryBudget:
     """Return the memory that requests may hold in the process with the models, which counts behind the fronts."""
-    asked, pixels = settings.max_buffered_bytes, settings.max_pixels
-    return MemoryBudget(asked, process_memory(), max_pixels=pixels, counts=board.memory, place=board.fronts)
+    asked, most, pixels = settings.max_buffered_bytes, process_memory(), settings.max_pixels
+    board.memory[-1] = min(board.memory[-1], most)  # until it is measured
+    return MemoryBudget(asked, most, max_pixels=pixels, counts=board.memory, place=board.fronts)
 
 
 class Service:

@@ -16,6 +16,8 @@ from app import memory
 from app.channel import Board
 from app.errors import NotReady, TooManyRequests
 from app.memory import COPIES, PIXEL_BYTES, MemoryBudget, process_memory
+from app.service import memory_for
+from app.settings import Settings
 from tests.app.fakes import png
 from tests.app.http.support import check_predictions, check_problem
 from tests.app.support import PNG, Running, running, until
@@ -152,6 +154,17 @@ def test_a_control_group_bounds_the_budget(
     paths(line, tmp_path, monkeypatch)
     assert MemoryBudget(1 << 30, process_memory(), max_pixels=1).total == 1000
     assert MemoryBudget(100, process_memory(), max_pixels=1).total == 100
+
+
+def test_no_request_gets_more_than_the_process_may_have_before_it_is_measured() -> None:
+    for fronts in (0, 2):
+        board = Board(fronts)
+        budget = memory_for(Settings(), board)
+        with pytest.raises(NotReady):
+            budget.check(process_memory() + 1)
+        board.memory[-1] = 5  # as an engine measured it before another one took its place
+        memory_for(Settings(), board)
+        assert board.memory[-1] == 5
 
 
 @pytest.mark.parametrize(
