@@ -250,10 +250,10 @@ def test_a_new_process_has_the_keys_of_the_others(name: str, tmp_path: Path) -> 
 
 
 def test_a_service_that_was_stopped_as_a_whole_goes_on() -> None:
-    with serve_fake("--workers=1", "moves=4") as server:
+    with serve_fake("--workers=1", "moves=10") as server:  # So long that a busy machine does not look like a hang.
         before = server.children
         os.killpg(server.process.pid, signal.SIGSTOP)
-        time.sleep(5)
+        time.sleep(11)
         server.process.send_signal(signal.SIGCONT)
         time.sleep(0.5)  # So that the parent looks before the others have moved.
         os.killpg(server.process.pid, signal.SIGCONT)
