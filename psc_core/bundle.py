@@ -445,9 +445,7 @@ def write_bundle(
         for name, blob in blobs.items():
             write_file(scratch / name, blob)
         write_file(scratch / "manifest.json", (json.dumps(ordered, indent=1) + "\n").encode())
-        scratch.chmod(0o755)  # And the files, whatever the umask, so that a container's user can read them.
-        for file in scratch.iterdir():
-            file.chmod(0o644)
+        scratch.chmod(0o755)  # The files follow the umask: some are made of training images.
         _sync_folder(scratch)
         _put(scratch, path)
     except BaseException:

@@ -63,7 +63,8 @@ def test_mode_of_a_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "private").stat().st_mode) == 0o755
-    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "private").iterdir()} == {0o644}
+    modes = {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "private").iterdir()}
+    assert modes == {0o600}  # Nobody else reads what is made of training images.
 
 
 def test_who_may_not_read_a_bundle_learns_who_must(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
