@@ -76,7 +76,7 @@ class FitData:
                 f"expected the same target for training and validation, got {train.target} and {val.target}"
             )
         train, labelled_val = found.labelled(train, train if val is None else val)
-        few = draw_few(train, max_images, seed)
+        few = draw_few(replace(train, given=torch.arange(len(train))), max_images, seed)
         return cls(few, few if val is None else labelled_val, found, seed, is_split=val is not None).checked()
 
     def checked(self) -> FitData:

@@ -360,7 +360,8 @@ def _fit_to_features(train: Features, selection: Features, job: FitJob) -> tuple
         pca=settings.pca,
         held_out=_examples(selection, selection.density_input),
     ).to(device)
-    head = job.data.task_type.fit_head(train, selection, settings, device)
+    named = train._replace(images=job.data.train.positions_given(train.images))  # A head may keep which they are.
+    head = job.data.task_type.fit_head(named, selection, settings, device)
     textures = {}
     for layer, early in train.texture.items():
         try:
@@ -433,7 +434,7 @@ def _stored_images(count: int, read: Features, density: Density, data: FitData) 
     tensors = {
         "embedding": density.coordinates(features).float(),
         "pixels": torch.cat([shrink(few.preprocess.to_pixels(batch.images)) for batch in few.batches(BATCH)]),
-        "images": kept,
+        "images": data.train.positions_given(kept),
         "labels": few.first_labels(),
         "values": few.values,
     }

@@ -213,6 +213,7 @@ class ImageDataset:
     values: Tensor | None = None  # float64 (n,), the target's values, regression only
     notes: tuple[str, ...] = ()  # lines for the user on how it was read
     names_empty_classes: bool = True  # False for a table, which cannot name a class without images
+    given: Tensor | None = None  # int64 (n,) where each image stood in the data that a fit was given
 
     def __post_init__(self) -> None:
         try:
@@ -257,6 +258,10 @@ class ImageDataset:
         moved = torch.tensor([position[name] for name in self.classes])
         return replace(self, classes=classes, labels=moved[self.labels])
 
+    def positions_given(self, positions: Tensor) -> Tensor:
+        """Return where the images at ``positions`` stood before some were left out."""
+        return positions if self.given is None else self.given[positions]
+
     def subset(self, positions: Tensor) -> ImageDataset:
         """Return the images at ``positions`` (``int64``), in that order, with their labels and groups."""
         labels, counts = self._labels_of(positions)
@@ -265,7 +270,8 @@ class ImageDataset:
         where[positions] = torch.arange(len(positions))
         groups = {name: kept[kept >= 0] for name, group in self.groups.items() for kept in [where[group]]}
         indices, values = self.indices[positions], self._values_of(positions)
-        return replace(self, indices=indices, labels=labels, offsets=offsets, groups=groups, values=values)
+        given = None if self.given is None else self.given[positions]
+        return replace(self, indices=indices, labels=labels, offsets=offsets, groups=groups, values=values, given=given)
 
     def _labels_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the labels of the images at ``positions``, in that order, and the number of labels of each image."""

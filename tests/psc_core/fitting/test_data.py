@@ -52,7 +52,7 @@ def test_rejects_classes_of_too_few_images(net: nn.Module, train: ImageDataset, 
 
 def test_halves_are_split_once_and_stay_with_their_images(train: ImageDataset, val: ImageDataset) -> None:
     data = FitData.of(train, val, seed=3)
-    assert (data.train, data.val, data.task_type.name) == (train, val, "classification")
+    assert (replace(data.train, given=None), data.val, data.task_type.name) == (train, val, "classification")
     halves = split_validation(val, 3)
     for half, expected in zip((data.selection, data.calibration), halves, strict=True):
         assert torch.equal(half.indices, expected.indices)
@@ -149,6 +149,16 @@ def test_leaves_out_what_cannot_be_decoded(folders: FitData, tmp_path: Path) -> 
     for name in ("train", "val", "selection", "calibration"):
         assert getattr(data, name).digest() == getattr(without, name).digest(), name
     assert data.readable(3) == (data, ())
+
+
+def test_knows_where_the_images_stood_that_are_left(folders: FitData) -> None:
+    few = FitData.of(folders.train, folders.val, max_images=9, seed=1)
+    kept, _ = few.cached(Scratch())
+    kept, _ = kept.readable(3)
+    assert kept.skipped[0] == 1 and len(kept.train) == 8  # The damaged one is among the nine.
+    for position in range(8):
+        given = int(kept.train.positions_given(torch.tensor(position)))
+        assert np.array_equal(kept.train.image(position), folders.train.image(given))
 
 
 def test_what_is_left_keeps_its_labels(tmp_path: Path) -> None:

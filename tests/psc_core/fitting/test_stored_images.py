@@ -87,6 +87,20 @@ def test_a_regression_keeps_their_numbers(angle_job: TinyJob, data_root: Path, t
     assert document["value"] == float(kept["values"][3]) and document["label"] in model.classes
 
 
+@pytest.mark.filterwarnings("ignore:expected the mean")
+def test_they_are_named_by_where_they_stood(angle_job: TinyJob, data_root: Path) -> None:
+    opened = partial(open_dataset, f"rotated-mnist:{data_root}", preprocess=PRESETS["mnist"])
+    whole, val = opened(split="train"), opened(split="val")
+    train = whole.subset(torch.arange(100, len(whole)))
+    quick = {"layer": "4", "c_proj": 4, "d_proj": 2, "coverage": 0.9, "stored_images": COUNT}
+    model = PSCRegressor.fit(angle_job.net, train, val, head="dve", max_images=200, **quick)
+    check_kept(model, train)
+    kept = dict(model.pipeline.scorer.head.named_buffers())
+    assert train.values is not None and len(kept["images"]) == 200
+    numbers = kept["value_center"] + kept["value_scale"] * kept["values"]
+    torch.testing.assert_close(numbers.double(), train.values[kept["images"].long()], atol=1e-3, rtol=1e-5)
+
+
 WITH_MAPS = FitSettings(device="cpu", head="duq", stored_images=20)
 
 
