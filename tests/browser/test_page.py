@@ -419,6 +419,17 @@ def test_numbers_are_as_fine_as_their_interval(
     assert (cells["mean"], cells["interval"]) == (shown[0], f"{shown[1]} … {shown[2]}")
 
 
+def test_known_numbers_keep_their_digits(page: Driver) -> None:
+    numbers = [1987, 12345.6, 1000004, 123456789, 1986.9999999, 0.1 + 0.2, -4.25]
+    found = page.execute_async_script(
+        "import('./page/tasks.js').then(({TASKS: {regression: task}}) => arguments[1]("
+        "arguments[0].map((value) => task.kept({value}, {target: {unit: 'm'}}))))",
+        numbers,
+    )
+    expected = ["1987", "12345.6", "1000004", "123456789", "1987", "0.3", "-4.25"]
+    assert [each.replace("\u2212", "-") for each in found] == [f"{number}\u00a0m" for number in expected]
+
+
 def test_sliders_decide_as_the_service_does(page: Driver, files: dict[str, Path], url: str) -> None:
     names = ("clear", "between", "strange")
     classify(page, *(files[name] for name in names))

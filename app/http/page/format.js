@@ -18,6 +18,9 @@ export function number(value, width) {
   return text.replaceAll("-", "\u2212");
 }
 
+// A number that was measured, with all digits that a float of 32 bits keeps; a whole number with all.
+export const exact = (value) => String(Number.isInteger(value) ? value : Number(value.toPrecision(7))).replaceAll("-", "\u2212");
+
 // Return a fraction as so many out of so many: 5 of 100, 2 of 1000.
 export function outOf(fraction, whole = Math.round) {
   const all = 10 ** Math.max(2, Math.ceil(-Math.log10(fraction) - 1e-9));

@@ -87,7 +87,8 @@ function turnTo(item) {
   const keys = keysOf(choices, model.classes);
   element("case-badge").dataset.decision = cluster ? "" : decision;
   element("case-badge").textContent = cluster ?? REASONS[decision];
-  element("case-guess").textContent = cluster ? counted() : `guess: ${task.guess(image, model)}`;
+  const guess = task.guess(image);
+  element("case-guess").textContent = cluster ? counted() : guess && `guess: ${guess}`;
   element("case-reason").textContent = cluster ? (alike.length > 1 ? TOGETHER : "") : why;
   element("alike").replaceChildren(...alike.slice(1).map(newSmall));
   element("case-time").textContent = `${new Date(image.time).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" })} · ${image.model}`;

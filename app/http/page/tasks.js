@@ -1,8 +1,9 @@
 // The differences between the tasks of models: their words, their second threshold, and the uncertainty of an image.
 
-import { nats, number, percent } from "./format.js";
+import { nats, number, percent, exact } from "./format.js";
 
 const measured = (value, { target }, width) => `${number(value, width)}\u00a0${target.unit}`.trim();
+const known = (value, { target }) => `${exact(value)}\u00a0${target.unit}`.trim();
 const mean = (prediction, model) => measured(prediction.mean, model, regression.uncertainty(prediction));
 const interval = ({ lower, upper }, model) => `${number(lower, upper - lower)} to ${measured(upper, model, upper - lower)}`;
 const list = (names) => (names.length > 4 ? `${names.length} classes` : new Intl.ListFormat("en").format(names));
@@ -113,16 +114,16 @@ const regression = {
   reason: (prediction, policy, model) => `The interval is wider than ${measured(policy.max_width, model)}`,
   evidence: ({ nearest_examples: layers = [] }, model) =>
     layers.map(({ layer, weight, examples }) => {
-      const shown = examples.map(({ image, value }) => `${measured(value, model)} (image ${image})`).join(", ");
+      const shown = examples.map(({ image, value }) => `${known(value, model)} (image ${image})`).join(", ");
       return `Nearest training images after ${layer}, which counts for ${percent(weight)}: ${shown}`;
     }),
   nearest: "Nearest bins",
-  kept: ({ value }, model) => measured(value, model),
+  kept: ({ value }, model) => known(value, model),
 
   handed: ({ max_width: width }) => ({ fraction: 0, rest: width === null ? "" : ", and those with too wide an interval" }),
 
   field: "number",
-  guess: ({ scores }, model) => measured(scores.mean, model),
+  guess: () => null, // One that is seen draws the measurement towards it.
   hint: ({ target }) => `type the number${target.unit && `, ${target.unit}`}`, // The model's own would be no measurement.
   choices: () => [],
   label: (text) => (Number.isNaN(Number(text)) ? undefined : Number(text)),
