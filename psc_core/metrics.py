@@ -323,16 +323,22 @@ def r2(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:
 
 
 def rises_with(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> bool:
-    """Return whether predictions rise with the numbers more than in random order, by their correlation.
+    """Return whether predictions rise with the numbers more than in random order, by the correlation of their ranks.
 
-    Under a random order it has mean 0 and variance 1 / (n − 1).  Where all numbers are equal nothing can be said, and
-    the answer is yes.
+    Under a random order it has mean 0 and variance 1 / (n − 1), and a few odd numbers hardly change it.  Where all
+    numbers are equal nothing can be said, and the answer is yes.
     """
-    y, mu = (each.double() - each.double().mean() for each in (values, mean))
-    if len(y) < 2 or bool((values == values[0]).all()):
+    if len(values) < 2 or bool((values == values[0]).all()):
         return True
+    y, mu = (ranks - ranks.mean() for ranks in (_ranks(values), _ranks(mean)))
     scale = float(y.norm() * mu.norm())
     return scale > 0 and float(y @ mu) / scale > GUESSING_DEVIATIONS / math.sqrt(len(y) - 1)
+
+
+def _ranks(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Return the place of each value in ascending order; equal ones share their mean place."""
+    _, which, counts = values.unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0).double() - (counts.double() - 1) / 2)[which]
 
 
 def gaussian_nll(mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:

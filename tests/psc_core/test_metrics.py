@@ -177,11 +177,19 @@ def test_regression_metrics_equal_their_references(rows: list[tuple[float, float
 
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=3, max_size=7))
 def test_better_than_guessing_is_above_the_correlations_of_all_orders(rows: list[tuple[int, int]]) -> None:
-    mean, y = np.array(rows, float).T
+    mean, y = stats.rankdata(np.array(rows, float), axis=0).T
     products = [float(np.array(order) @ y) for order in permutations(mean)]
     chance = np.mean(products) + 1.645 * np.std(products)
     expected = bool((y == y[0]).all()) or (float(mean @ y) > chance + 1e-9 and np.ptp(mean) > 0)
     assert rises_with(torch.tensor(mean), torch.tensor(y)) == expected
+
+
+def test_a_few_odd_numbers_do_not_make_a_network_guess() -> None:
+    y = torch.linspace(0, 9, 200, dtype=torch.float64)
+    mean = y + torch.randn(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y[[3, 40, 77, 100, 150, 199]] = -999.0
+    assert float(torch.corrcoef(torch.stack([mean, y]))[0, 1]) < 0.05
+    assert rises_with(mean, y)
 
 
 def test_crps_is_the_integral_of_its_definition() -> None:
