@@ -83,6 +83,7 @@ FINITE: Final = (np.finfo(np.float32).min, np.finfo(np.float32).max)
 NEXT: Final = 0.6  # so many ε of its size from a float32, rounded, lies the next one
 SPREADS: Final = (1e-15, 1e15)  # standard deviations of the numbers that a model can be fitted to
 NARROW: Final = 1e-5  # relative to the numbers' mean; below that standard deviation the rounding of float32 is seen
+GRID: Final = 1e-3  # steps of a grid, by which a mean on it may be off
 OWN: Final = 1e-4  # standard deviations; a number that is nearer to the mean is the model's own, up to rounding
 CODE_ACCEPT, ABSTAIN_UNCERTAIN, ABSTAIN_OOD = range(len(REGRESSION_DECISIONS))
 
@@ -396,7 +397,7 @@ class Regression(Task):
         deviation = torch.hypot(scored.scores["aleatoric"], scored.scores["epistemic"])
         calibration = fit_calibration(ood_score, mean, deviation, values, weights)
         own = (values.double() - mean.double()).abs() < OWN * deviation.double()
-        copied = 2 * int(own.sum()) > len(own) and bool((mean[own] != mean[own][0]).any())  # A constant may be right.
+        copied = 2 * int(own.sum()) > len(own) and not is_rounded(mean[own])  # Rounded ones may be right.
         if copied or calibration.quantile(settings.coverage) < OWN:
             raise DataError(
                 f"{int(own.sum())} of {len(own)} numbers are what the model predicts, so intervals would be too narrow "
@@ -528,6 +529,15 @@ def width_without_image(values: Float[Tensor, " n"], coverage: float) -> float:
     lower, upper = map(float, torch.quantile(values.double(), ends))
     # Where nearly all numbers are equal, any interval is wider.
     return max(upper - lower, float(torch.finfo(torch.float32).tiny))
+
+
+def is_rounded(means: Float[Tensor, " n"]) -> bool:
+    """Return whether all means lie on an even grid, as those of a network that answers in whole numbers."""
+    steps = means.double().unique().diff()
+    if not len(steps):
+        return True
+    counts = steps / steps.min()
+    return bool(((counts - counts.round()).abs() < GRID).all())
 
 
 def network_rmse(

@@ -187,6 +187,17 @@ def test_a_constant_that_is_mostly_right_is_no_copy_of_the_predictions() -> None
         Regression.calibrate(scored, torch.zeros(100), of, settings.changed({"coverage": 0.5}))
 
 
+@pytest.mark.parametrize("step", [1.0, 0.1, 10.0])
+def test_a_network_that_rounds_is_no_copy_either(step: float) -> None:
+    random = torch.Generator().manual_seed(0)
+    mean = step * torch.randint(20, (100,), generator=random).float()
+    values = mean.double() + 3 * step * (torch.arange(100) >= 85)
+    scored = Scored({"mean": mean, "aleatoric": torch.ones(100) * step, "epistemic": torch.zeros(100)}, mean[:, None])
+    settings = FitSettings(task="regression", device="cpu")
+    calibrated = Regression.calibrate(scored, torch.zeros(100), numbers(values.tolist()), settings)
+    assert calibrated.calibration.quantile(0.95) == pytest.approx(3, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("limit", "names"),
     [
