@@ -166,6 +166,9 @@ def fit_stages(net: nn.Module, job: FitJob, checkpoint: Checkpoint | None = None
     return Stages(report, projection, *fit_model(net, chosen, projection, job))
 
 
+RMSE_RISE: Final = 1.25  # times the network's own on other images, which chance hardly explains
+
+
 @own_state()
 def fit(
     task: str,
@@ -214,11 +217,18 @@ def fit(
     job, notes = replace(job, name=name, provenance=provenance, cache=Scratch()).decode(MAX_BAD_IMAGES)
     if notes:
         warn("; ".join(notes))
-    if predicts and (warning := job.first_evaluation(net.to(compute.device)).warning):
-        warn(warning)
+    first = job.first_evaluation(net.to(compute.device)) if predicts else None
+    if first and first.warning:
+        warn(first.warning)
     with steps(FIT_STEPS[1:-1]):
         model = fit_stages(net, job).model
-    warn_of_policy(model.policy, model.report["metrics"])
+    measured = model.report["metrics"]
+    warn_of_policy(model.policy, measured)
+    if first and first.rmse is not None and measured["rmse"] > RMSE_RISE * first.rmse:
+        warn(
+            f"the head's RMSE is {measured['rmse']:.4g} on the images that calibrate, the network's own was "
+            f"{first.rmse:.4g} on validation images; predictions='original' keeps the network's"
+        )
     return model
 
 

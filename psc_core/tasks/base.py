@@ -379,6 +379,7 @@ class FirstEvaluation(NamedTuple):
 
     text: str
     warning: str = ""
+    rmse: float | None = None  # on validation images, of a regression
 
 
 GUESSES: Final = "THE NETWORK IS NO BETTER THAN GUESSING ON VALIDATION IMAGES"

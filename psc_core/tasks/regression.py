@@ -83,6 +83,9 @@ FINITE: Final = (np.finfo(np.float32).min, np.finfo(np.float32).max)
 NEXT: Final = 0.6  # so many ε of its size from a float32, rounded, lies the next one
 SPREADS: Final = (1e-15, 1e15)  # standard deviations of the numbers that a model can be fitted to
 NARROW: Final = 1e-5  # relative to the numbers' mean; below that standard deviation the rounding of float32 is seen
+OUTLYING: Final = 10  # times the error of nine in ten images; an RMSE above it comes from a few numbers
+FEWEST_FOR_A_LINE: Final = 10  # images that a straight line through outputs and numbers is fitted to
+UNIT_ERROR: Final = 0.1  # deviations of the numbers; a smaller RMSE is not that of another unit
 GRID: Final = 1e-3  # steps of a grid, by which a mean on it may be off
 OWN: Final = 1e-4  # standard deviations; a number that is nearer to the mean is the model's own, up to rounding
 CODE_ACCEPT, ABSTAIN_UNCERTAIN, ABSTAIN_OOD = range(len(REGRESSION_DECISIONS))
@@ -419,19 +422,35 @@ class Regression(Task):
         cls, net: Callable[[Tensor], Tensor], train: ImageDataset, val: ImageDataset, compute: Compute
     ) -> FirstEvaluation:
         (of_train, _), (of_val, predicted) = (network_rmse(net, data, compute) for data in (train, val))
+        values = known_values(val.values)
         spread = float(known_values(train.values).std(correction=0))
         unit = f" {cls.of_images(train).target.unit}".rstrip()
         text = (
             f"the original network: RMSE {of_train:.4g} on training and {of_val:.4g}{unit} on validation images (at "
             f"most {FIRST_EVALUATION_IMAGES:,} of each), the deviation of the numbers is {spread:.4g}"
         )
-        if not metrics.rises_with(predicted, known_values(val.values)):
-            return FirstEvaluation(text, f"{GUESSES}, its weights or the preprocessing are wrong")
-        if of_val > spread:
-            return FirstEvaluation(
-                text, "always predicting the mean would be better; is the network's output in the table's unit?"
+        warning, error = "", (values - predicted.double()).abs()
+        x, y = (each.double() - each.double().mean() for each in (predicted, values))
+        by_line = float((y - (x @ y / x.square().sum()) * x).square().mean().sqrt())
+        if not metrics.rises_with(predicted, values):
+            warning = f"{GUESSES}, its weights or the preprocessing are wrong"
+        elif of_val > OUTLYING * float(error.quantile(0.9)) > 0:
+            worst = int(error.argmax())
+            warning = (
+                f"a few numbers are far from what the network says, the furthest is {float(values[worst]):.6g} where "
+                f"it says {float(predicted[worst]):.4g}; correct them or leave their images out, also where they stand "
+                "for a missing number"
             )
-        return FirstEvaluation(f"{text}; if it should be lower, check the preprocessing")
+        elif of_val > spread:
+            warning = "always predicting the mean would be better; is the network's output in the table's unit?"
+        elif len(values) >= FEWEST_FOR_A_LINE and of_val > max(2 * by_line, UNIT_ERROR * spread):
+            warning = (
+                "a straight line through the network's outputs would more than halve their error; are they in the "
+                "table's unit?"
+            )
+        else:
+            text += "; if it should be lower, check the preprocessing"
+        return FirstEvaluation(text, warning, of_val)
 
     def check_images(self, classes: Sequence[str], data: ImageDataset) -> None:
         wanted = self.target

@@ -1,5 +1,6 @@
 import copy
 import multiprocessing
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -310,6 +311,16 @@ def test_a_network_that_guesses_is_named_before_the_fit(net: nn.Module, splits: 
     shuffled = TensorDataset(val.tensors[0], val.tensors[1].roll(7))
     with pytest.warns(UserWarning, match="THE NETWORK IS NO BETTER THAN GUESSING"):
         PSC.fit(net, train, shuffled, layer="4", c_proj=4, d_proj=2, **STATISTICS)
+
+
+def test_a_head_that_is_far_worse_than_the_network_is_said(angle_job: TinyJob) -> None:
+    few, val = opened("rotated-mnist", "train").subset(torch.arange(0, 200, 8)), opened("rotated-mnist", "val")
+    quick = {"layer": "4", "c_proj": 4, "d_proj": 2, "coverage": 0.9}
+    with pytest.warns(UserWarning, match=r"head's RMSE is .* the network's own was .* predictions='original'"):
+        PSCRegressor.fit(angle_job.net, few, val, **quick)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the head's RMSE")
+        PSCRegressor.fit(angle_job.net, few, val, predictions="original", **quick)
 
 
 def test_a_regression(angle_job: TinyJob, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from fractions import Fraction
 from typing import Any
@@ -371,6 +372,33 @@ def test_own_error_is_the_rmse(angle_job: TinyJob) -> None:
     found, predicted = network_rmse(angle_job.net, turned, COMPUTE)
     assert predicted.tolist() == pytest.approx(outputs, abs=1e-4)
     assert found == pytest.approx(math.sqrt(sum(error**2 for error in errors) / len(errors)), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "odd", "said"),
+    [
+        (lambda y: y / 20, None, "more than halve their error"),
+        (lambda y: y + 15, None, "more than halve their error"),
+        (lambda y: y, -999.0, r"a few numbers are far .*, the furthest is -999 where it says -?\d"),
+        (lambda y: -y, None, "GUESSING"),
+        (lambda y: y, None, ""),
+    ],
+)
+def test_the_first_evaluation_asks_for_what_is_odd(change: Any, odd: float | None, said: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    values = 20 * torch.randn(200, generator=random).double()
+    outputs = change(values + torch.randn(200, generator=random).double()).float()
+    if odd is not None:
+        values[:6] = odd
+    data = numbers(values.tolist())
+    waiting = [*outputs, *outputs]  # of the training and of the validation images
+
+    def net(images: torch.Tensor) -> torch.Tensor:
+        return torch.stack([waiting.pop(0) for _ in images])[:, None]
+
+    found = Regression.first_evaluation(net, data, data, COMPUTE)
+    assert re.search(said, found.warning) if said else not found.warning
+    assert found.rmse == pytest.approx(float((values - outputs).square().mean().sqrt()), rel=1e-5)
 
 
 def test_metrics_are_those_of_the_calibration_split() -> None:
