@@ -337,8 +337,9 @@ def rises_with(mean: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> bool:
 
 def _ranks(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Return the place of each value in ascending order; equal ones share their mean place."""
-    _, which, counts = values.unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0).double() - (counts.double() - 1) / 2)[which]
+    _, which, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    places: Tensor = counts.cumsum(0).double() - (counts.double() - 1) / 2
+    return places[which]
 
 
 def gaussian_nll(mean: Float[Tensor, " n"], deviation: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> float:

@@ -184,13 +184,14 @@ class BaseCalibration(ABC):
         raise UsageError("a model of this task cannot be exported, as its calibration has no decide_in_graph")
 
     def is_ood_in_graph(self, p_value: Float[Tensor, " batch"], alpha: Float[Tensor, ""]) -> Bool[Tensor, " batch"]:
-        """Return :meth:`is_ood`, likewise."""
+        """Return :meth:`is_ood`, likewise; all images are where no p-value is as small as alpha."""
         rank = torch.floor(alpha * (len(self) + 1) + GRAPH_ROUNDING)
-        return p_value <= (rank + 0.5) / (len(self) + 1)
+        return (p_value <= (rank + 0.5) / (len(self) + 1)) | ~(rank >= 1)
 
-    def rank_in_graph(self, coverage: Float[Tensor, ""]) -> Int[Tensor, ""]:
-        """Return the rank of the conformal quantile, likewise."""
-        return torch.ceil(coverage * (len(self) + 1) - GRAPH_ROUNDING).long().clamp(1, len(self))
+    def rank_in_graph(self, coverage: Float[Tensor, ""]) -> tuple[Int[Tensor, ""], Bool[Tensor, ""]]:
+        """Return the rank of the conformal quantile, likewise, and whether so few images can keep the coverage."""
+        rank = coverage * (len(self) + 1) - GRAPH_ROUNDING
+        return torch.ceil(rank).long().clamp(1, len(self)), rank <= len(self)
 
     @abstractmethod
     def quantile(self, coverage: float) -> float:

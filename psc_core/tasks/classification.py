@@ -163,7 +163,8 @@ class Calibration(BaseCalibration):
     def decide_in_graph(
         self, scores: Mapping[str, Tensor], probabilities: Tensor, given: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        smallest = self.label_probabilities[len(self) - self.rank_in_graph(given["coverage"])]
+        rank, is_kept = self.rank_in_graph(given["coverage"])
+        smallest = torch.where(is_kept, self.label_probabilities[len(self) - rank], -torch.inf)
         confidence, class_index = probabilities.max(dim=1)
         is_best = torch.arange(self.num_classes) == class_index[:, None]
         is_ood = self.is_ood_in_graph(scores["ood_p_value"], given["alpha"])

@@ -143,7 +143,8 @@ class Calibration(BaseCalibration):
         self, scores: Mapping[str, Tensor], probabilities: Tensor, given: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         deviation = (scores["aleatoric"].square() + scores["epistemic"].square()).sqrt()
-        half = self.residuals[self.rank_in_graph(given["coverage"]) - 1] * deviation
+        rank, is_kept = self.rank_in_graph(given["coverage"])
+        half = torch.where(is_kept, self.residuals[rank - 1] * deviation, torch.inf)
         mean, step = scores["mean"], NEXT * torch.finfo(torch.float32).eps
         lower, upper = mean - half, mean + half  # The distance from the mean shows what rounding took off an end.
         lower = torch.where(mean - lower < half, lower - step * lower.abs(), lower)
@@ -552,7 +553,7 @@ def width_without_image(values: Float[Tensor, " n"], coverage: float) -> float:
 
 def is_rounded(means: Float[Tensor, " n"]) -> bool:
     """Return whether all means lie on an even grid, as those of a network that answers in whole numbers."""
-    steps = means.double().unique().diff()
+    steps = torch.unique(means.double()).diff()
     if not len(steps):
         return True
     counts = steps / steps.min()

@@ -108,6 +108,12 @@ def test_thresholds_are_inputs_with_defaults(folder: Path, model: FittedModel, i
         answers = dict(zip(names, session.run(None, feed), strict=True))
         for name in ("decision", "is_ood", "prediction_set"):
             assert (answers[name] == getattr(expected, name)).all(), (given, name)
+    for beyond in (1e-5, 0.0, -1.0, np.nan):  # What no calibration keeps is refused elsewhere; a graph accepts nothing.
+        (is_ood,) = session.run(["is_ood"], {PIXELS: pixels, "alpha": np.array(beyond, np.float32)})
+        assert is_ood.all()
+    for beyond in (0.99999, 1.0, np.nan):
+        (all_classes,) = session.run(["prediction_set"], {PIXELS: pixels, "coverage": np.array(beyond, np.float32)})
+        assert all_classes.all()
     about = json.loads(session.get_modelmeta().custom_metadata_map["psc"])
     assert about["classes"] == list(model.classes) and about["version"] == model.version
     assert about["policy"] == model.policy.model_dump()

@@ -281,6 +281,9 @@ def test_a_graph_rounds_outward_too() -> None:
         np.testing.assert_array_equal(found[name][:500].numpy(), getattr(decided, name)[:500])
         np.testing.assert_allclose(found[name].numpy(), getattr(decided, name), rtol=1e-6, atol=1e-4)
     assert found["decision"].tolist() == decided.decision.tolist()
+    found = calibration.decide_in_graph(scores, torch.empty(1000, 0), thresholds | {"coverage": torch.tensor(0.9999)})
+    assert (found["lower"] == -torch.inf).all() and (found["upper"] == torch.inf).all()
+    assert (found["decision"] == REGRESSION_DECISIONS.index("abstain_uncertain")).all()
 
 
 def test_limits_and_intervals_beyond_every_float32() -> None:
