@@ -155,9 +155,9 @@ class DeepVecchiaHead(RegressionHead):
             found = nearest_points(x, points, self.m)
             mean, variance = condition(x, points[found.positions], self.values[found.positions], signal, noise)
             means.append(mean)
-            variances.append(variance + exact(noise))
+            variances.append(variance + noise.double())
             nearest.append(Neighbours(found.positions[:, :SHOWN], found.squared[:, :SHOWN]))
-        variance, signal, noise = torch.stack(variances), exact(self.signal)[:, None], exact(self.noise)[:, None]
+        variance, signal, noise = torch.stack(variances), self.signal.double()[:, None], self.noise.double()[:, None]
         learned = 0.5 * ((signal + noise) / variance).log()
         weight = learned.clamp(min=0) + LEAST_WEIGHT
         weight = weight / weight.sum(0)
@@ -216,11 +216,6 @@ def nearest_points(
     return Neighbours(index.gather(1, order), squared)
 
 
-def exact(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Return ``x`` in float64, except in a graph, which computes in float32."""
-    return x if torch.compiler.is_exporting() else x.double()
-
-
 def matern(
     one: Float[Tensor, "*batch n reduced"], other: Float[Tensor, "*batch m reduced"]
 ) -> Float[Tensor, "*batch n m"]:
@@ -237,8 +232,8 @@ def condition(
     noise: Float[Tensor, ""],
     known: Float[Tensor, "batch m"] | None = None,
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-    """Return the process at ``x`` given its neighbours, :func:`exact`; ``known`` is 0 for those to ignore."""
-    x, neighbours, values, signal, noise = (exact(part) for part in (x, neighbours, values, signal, noise))
+    """Return the process at ``x`` given its neighbours, in float64; ``known`` is 0 for those to ignore."""
+    x, neighbours, values, signal, noise = (part.double() for part in (x, neighbours, values, signal, noise))
     across, inside = signal * matern(neighbours, x[:, None])[..., 0], signal * matern(neighbours, neighbours)
     if known is not None:
         across, values, inside = across * known, values * known, inside * known[:, :, None] * known[:, None]
