@@ -430,9 +430,12 @@ def number_images(
         raise DataError(
             f"{name}: expected one {target.name} per image and at least one image, got {count} and {len(source)} images"
         )
-    odd = int((~values.isfinite()).sum())
+    odd = (~values.isfinite()).nonzero()[:, 0].tolist()
     if odd:
-        raise DataError(f"{name}: expected finite numbers of {target.name}, got {odd} that are not; leave them out")
+        raise DataError(
+            f"{name}: expected finite numbers of {target.name}, got {len(odd)} that are not, the first of "
+            f"image {odd[0]}, counted from 0; leave them out"
+        )
     labels, offsets = torch.zeros(count, dtype=torch.int64), torch.arange(count + 1)
     return ImageDataset(
         name, (target.name,), source, torch.arange(count), labels, offsets, preprocess,

@@ -154,7 +154,7 @@ def open_table(
     entries = [*map(_cell, columns[name])]
     marks = number_marks([entry for entry in entries if isinstance(entry, str)], delimiter)
     if numbers is not False and _are_numbers(path, name, entries, by_request=numbers is True):
-        values = _checked_numbers(path, name, entries, marks)
+        values = _checked_numbers(path, name, entries, marks, by_request=numbers is True)
         data = number_images(str(path), Target.of(name, unit), source, values, preprocess)
         _check_repeated(path, source, name, entries, values.tolist())
         return replace(data, notes=_reading(path, name, entries, marks))
@@ -238,7 +238,7 @@ class NamesOnDisk:
 def _check_repeated(path: Path, source: FileSource, column: str, entries: Sequence[Any], said: Sequence[Any]) -> None:
     first: dict[str, int] = {}
     for row, value in enumerate(said):
-        before = first.setdefault(os.path.normpath(source.names[row]), row)
+        before = first.setdefault(os.path.normpath(source.path(row)), row)
         if said[before] != value:
             raise DataError(
                 f"{path}: rows {before + 1} and {row + 1} are of the file {os.fsdecode(source.names[row])}, with "
@@ -262,7 +262,7 @@ def _are_numbers(path: Path, column: str, entries: Sequence[Any], *, by_request:
     if percent and (by_request or percent == odd):
         raise DataError(
             f"{path} has {column} {percent[0]!r}, a number with a sign; write the numbers alone, with the unit apart "
-            "(--unit '%'), or give --task classification if these are classes"
+            f"(--unit '%'){'' if by_request else ', or give --task classification if these are classes'}"
         )
     return by_request or not odd or any(_is_number(entry) and not _is_missing(entry) for entry in entries)
 
@@ -274,14 +274,17 @@ def _number(path: Path, column: str, row: int, entry: Any, marks: str) -> float 
         raise DataError(f"{path}: row {row} has {column} {error}") from error
 
 
-def _checked_numbers(path: Path, column: str, entries: Sequence[Any], marks: str) -> torch.Tensor:
+def _checked_numbers(path: Path, column: str, entries: Sequence[Any], marks: str, *, by_request: bool) -> torch.Tensor:
+    instead = "" if by_request else ", or give --task classification if these are classes"
     numbers = list[float]()
     for row, entry in enumerate(entries, 1):
         number = _number(path, column, row, entry, marks)
         if number is None:
+            raise DataError(f"{path}: row {row} has {column} {entry!r}, expected a number; correct it{instead}")
+        if not math.isfinite(number):
             raise DataError(
-                f"{path}: row {row} has {column} {entry!r}, expected a number; correct it, or give --task "
-                "classification if these are classes"
+                f"{path}: row {row} has {column} {entry!r}, expected a finite number; correct it, or leave the "
+                "image out"
             )
         numbers.append(number)
     return torch.tensor(numbers, dtype=torch.float64)

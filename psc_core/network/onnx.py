@@ -265,8 +265,10 @@ class OnnxNetwork(LayeredNetwork):
 
 
 def _sized(model: ModelProto, origin: str, batch: int, classes: int | None) -> _Sized:
+    noun, shape = ("numbers", "(batch, 1)") if classes == 1 else ("logits", "(batch, classes)")
+    remedy = f"export it again so that it returns {noun} {shape} alone"
     if not 0 < (count := len(model.graph.output)) <= _MAX_OUTPUTS:
-        raise NetworkError(f"{origin} has {count} outputs; export a classifier that returns logits")
+        raise NetworkError(f"{origin} has {count} outputs; {remedy}")
     graph = Graph(model, sizes_of(model, origin), batch)
     logits = {name: graph.logits_of(name) for name in graph.outputs}
     shapes = {name: graph.sizes.get(logits[name], (0, ()))[1] for name in graph.outputs}
@@ -274,8 +276,8 @@ def _sized(model: ModelProto, origin: str, batch: int, classes: int | None) -> _
     fitting = [name for name in fitting if shapes[name][1] == classes] or fitting
     if len({logits[name] for name in fitting}) != 1:
         several = ", ".join(f"{name} {shapes[name]}" for name in fitting or graph.outputs)
-        what = "several outputs that may be the logits" if fitting else "no output of logits (batch, classes)"
-        raise NetworkError(f"{origin} has {what}, got {several}; export a classifier that returns logits alone")
+        what = f"several outputs that may be the {noun}" if fitting else f"no output of {noun} {shape}"
+        raise NetworkError(f"{origin} has {what}, got {several}; {remedy}")
     graph.output = next((name for name in fitting if name == logits[name]), fitting[0])
     return _Sized(model, graph, OnnxBody(cut(model, [], (graph.logits, graph.classes)).SerializeToString()))
 

@@ -105,6 +105,8 @@ def _fault_of_shape(output: Tensor, outputs: int, name: str) -> str:
             "keep both axes, by .flatten(1) in place of .squeeze(), or wrap it in a module whose forward returns "
             "self.net(x).reshape(len(x), -1)"
         )
+    elif output.numel() == outputs:
+        instead = "wrap it in a module whose forward returns self.net(x).flatten(1)"
     elif outputs == 1:
         instead = "wrap it in a module whose forward returns the number alone, as self.net(x)[:, :1]"
     else:

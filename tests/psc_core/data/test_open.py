@@ -375,7 +375,8 @@ NUMBERS, NAMED = {"numbers": True}, {"numbers": False}
         ("id,label\na,cat\nb,dog\n", {}, DataError, "column 'id'"),
         ("file,age\na.png,3\nb.png,old\n", {}, DataError, "row 2 has age 'old'"),
         ("file,age\na.png,3\nb.png\n", {}, DataError, "row 2 has 1 values"),
-        ("file,age\na.png,nan\n", {}, DataError, "finite numbers"),
+        ("file,age\na.png,3\nb.png,nan\n", {}, DataError, "row 2 has age 'nan', expected a finite number"),
+        ("file,age\na.png,1e400\n", {}, DataError, "row 1 has age '1e400', expected a finite number"),
         ("file,age,age\na.png,3,4\n", {}, DataError, "the column 'age' twice"),
         ("file,age, age \na.png,3,4\n", {}, DataError, "the column 'age' twice"),
         ("file,kind\na.png,cat\nb.png,\n", {}, DataError, "row 2 has no kind"),
@@ -394,7 +395,7 @@ NUMBERS, NAMED = {"numbers": True}, {"numbers": False}
         ("id,label\na.png,3\nb.png,nan\n", NAMED, DataError, "row 2 has label 'nan', expected a class index"),
         (f"id,label\na.png,3\nb.png,{'1' * 5000}\n", NAMED, DataError, "row 2 has label '1{99}…1{99}'"),
         ("id,label\na.png,007\nb.png,7\n", NAMED, DataError, "row 2 has label '7', a row before it '007'"),
-        (CLASSES, NUMBERS, DataError, "row 1 has label 'dog', expected a number"),
+        (CLASSES, NUMBERS, DataError, "row 1 has label 'dog', expected a number; correct it$"),
         ("id,age\na.png,1_0\n", NUMBERS, DataError, "row 1 has age '1_0', expected a number"),
         (CLASSES, {"unit": "years"}, UsageError, "unit 'years'"),
     ],
@@ -402,6 +403,11 @@ NUMBERS, NAMED = {"numbers": True}, {"numbers": False}
 def test_bad_tables(tmp_path: Path, text: str, given: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         open_dataset(table(tmp_path, text), split="train", preprocess=TINY, **given)
+
+
+def test_a_file_with_and_without_its_folder_is_one(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="rows 1 and 2 are of the file"):
+        opened(tmp_path, f"file,age\na.png,3\n{tmp_path / 'a.png'},4\n")
 
 
 def test_files_that_are_no_tables(tmp_path: Path) -> None:

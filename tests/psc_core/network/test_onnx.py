@@ -133,6 +133,10 @@ def test_of_several_outputs_the_logits_are_taken(tmp_path: Path) -> None:
     other = load_network(f"onnx:{file}", num_classes=4)
     torch.testing.assert_close(other(X), net(X), rtol=1e-4, atol=1e-5)
     assert isinstance(other, OnnxNetwork) and len(other.notes) == 1 and "several outputs" in other.notes[0]
+    with pytest.raises(
+        NetworkError, match=r"may be the numbers, got .*; export it again .* numbers \(batch, 1\) alone"
+    ):
+        open_onnx(file, 1)(X)
     for classes in (None, 5):
         with pytest.raises(NetworkError, match=r"may be the logits, got .* \(\d, 3\), .* \(\d, 4\)"):
             open_onnx(file, classes)(X)

@@ -220,6 +220,8 @@ def refuse(x: Tensor) -> Tensor:
         (lambda x: x[:, 0], 2, r"torch\.cat"),
         (lambda x: x[:, 0], 1, r"reshape\(len\(x\), -1\)"),
         (lambda x: x[:, :2], 1, r"got \(1, 2\); wrap .* the number alone, as self\.net\(x\)\[:, :1\]$"),
+        (lambda x: x[:, :1, None, None], 1, r"got \(1, 1, 1, 1\); wrap .* self\.net\(x\)\.flatten\(1\)$"),
+        (lambda x: x[:, :, None, None], 3, r"got \(1, 3, 1, 1\); wrap .* self\.net\(x\)\.flatten\(1\)$"),
         (refuse, 3, r"^net\.onnx takes batches of 3 images only$"),
     ],
 )
