@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -280,6 +280,11 @@ class ModelStarter:
         logger.info("%s: %s", name, model.headline(policy))
         return served
 
+    def warn_of_unread(self, served: Iterable[ServedModel]) -> None:
+        """Warn of thresholds that no model reads."""
+        if unread := self._settings.unread_thresholds(type(each.policy) for each in served):
+            logger.warning("no served model has %s, so that it changes nothing", " or ".join(unread))
+
     async def faster(self, served: ServedModel) -> ServedModel | None:
         """Measure the backends of a model that serves on the first one; return it on a faster one, if there is one."""
         chosen = await _aside(lambda: self._choose(served.model, may_measure=True))
@@ -416,6 +421,8 @@ class Registry:
                 model, seconds = served.model, round(time.perf_counter() - began, 3)
                 extra = {"model": name, "version": model.version, "device": str(model.device), "seconds": seconds}
                 logger.info("model ready", extra=extra)
+        if not self.unloaded:
+            self._starter.warn_of_unread(self.served)
         self.changed.set()
 
     async def settle(self) -> None:

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -342,6 +342,12 @@ class Settings(BaseSettings):
         """Return the thresholds of a policy that are set here, by name; the others are the bundle's."""
         own = {name: getattr(self, name, None) for name in policy.model_fields}
         return {name: value for name, value in own.items() if value is not None}
+
+    def unread_thresholds(self, policies: Iterable[type[BasePolicy]]) -> list[str]:
+        """Return the thresholds that are set here though none of these policies has them."""
+        read = {name for policy in policies for name in policy.model_fields}
+        own = ("alpha", "ambiguity_threshold", "max_width", "coverage")
+        return [name for name in own if name not in read and getattr(self, name) is not None]
 
     @classmethod
     def settings_customise_sources(

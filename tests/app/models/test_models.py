@@ -34,7 +34,7 @@ from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.errors import BundleError, NetworkError
 from psc_core.model import PSC
 from psc_core.tasks.base import Outputs
-from tests.app.fakes import FakeModel, pixels, png
+from tests.app.fakes import FakeModel, FakeValueModel, pixels, png
 from tests.app.support import PNG, Running, running, serve_next, until
 from tests.encoded import encode
 
@@ -42,6 +42,22 @@ pytestmark = pytest.mark.anyio
 
 
 ADMIN = {"x-api-key": "root"}
+
+
+@pytest.mark.parametrize(
+    ("served", "said"),
+    [
+        ({"v": FakeValueModel()}, "no served model has ambiguity_threshold,"),
+        ({"m": FakeModel()}, "no served model has max_width,"),
+        ({"m": FakeModel(), "v": FakeValueModel(version="w1")}, None),
+    ],
+)
+async def test_a_threshold_that_no_model_reads_is_said(
+    served: dict[str, FakeModel], said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(served, ambiguity_threshold=0.5, max_width=9.0):
+        found = [each.message for each in caplog.records if "no served model" in each.message]
+    assert len(found) == bool(said) and all(said in each for each in found)
 
 
 async def reload(app: Running, query: str = "") -> httpx.Response:
