@@ -14,7 +14,6 @@ const LIKELY = 0.1; // the probability from which a class is said to fit
 const GLANCE_MILLISECONDS = 150; // Nobody has judged an image so soon: the answer was meant for the one before.
 const GONE = [404, 409]; // the errors of an image that was erased, or is no longer in the log
 const REASONS = { ...DECISIONS, accept: "✓ Spot check" };
-const SPOT_CHECK = "The model is sure. A random sample shows how often it is right.";
 const CLUSTER = /^cluster [1-9]\d*$/; // what counts as no name
 const TOGETHER = "One name for all. Choose a small image to take it out: it comes by itself.";
 const element = (id) => document.getElementById(id);
@@ -81,7 +80,7 @@ function turnTo(item) {
   const { decision, name: cluster, scores, checks, likely, policy } = image;
   const task = taskOf(model);
   const fitting = Object.keys(likely).filter((name) => likely[name] >= LIKELY);
-  const why = decision === "accept" ? SPOT_CHECK : reason({ ...scores, checks, prediction_set: fitting }, decision, policy, model);
+  const why = decision === "accept" ? `The model is sure. ${task.checked}` : reason({ ...scores, checks, prediction_set: fitting }, decision, policy, model);
   const choices = cluster ? [] : task.choices(image, model);
   const type = cluster ? "text" : task.field;
   const keys = keysOf(choices, model.classes);

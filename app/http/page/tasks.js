@@ -60,6 +60,7 @@ const classification = {
 
   // What a reviewer may answer. Few classes stay in their own order, which a hand learns; of many, the likely come first.
   field: "text",
+  checked: "A random sample shows how often it is right.",
   guess: ({ label }) => label,
   guessed: ({ label }) => label,
   choices({ label, likely }, { classes }) {
@@ -123,6 +124,7 @@ const regression = {
   handed: ({ max_width: width }) => ({ fraction: 0, rest: width === null ? "" : ", and those with too wide an interval" }),
 
   field: "number",
+  checked: "From a random sample new intervals are calibrated.",
   guess: () => null, // One that is seen draws the measurement towards it.
   hint: ({ target }) => `type the number${target.unit && `, ${target.unit}`}`, // The model's own would be no measurement.
   choices: () => [],
