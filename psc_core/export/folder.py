@@ -120,6 +120,7 @@ def _readme(model: FittedModel) -> str:
   white. Tags of a TIFF may name another white than 65535.
 * Thresholds, float32 inputs that may be left out: {inputs}.
 * Output `decision`: {decisions}. The other outputs are named as in the service's answers.
+* ONNX Runtime tells its makers how it is used unless `ORT_DISABLE_TELEMETRY=1` is set before it starts.
 * `psc-export --check .` compares the runtimes of a machine on `{VECTORS}`.
 
 ```python
