@@ -28,6 +28,7 @@ from psc_core.errors import ImageError, ImageTooLarge
 from psc_core.images.decode import open_image
 from psc_core.images.preprocess import Preprocess
 
+_COMPRESSED_TEXT: Final = (b"zTXt", b"iTXt")  # chunks of a PNG that grow a thousandfold
 _MAX_INLINE_PIXELS: Final = 128 * 128  # the most pixels that are decoded sooner than they are handed to a thread
 TURN_SECONDS: Final = 0.002  # the time after which another chunk gets a turn, which costs a hundredth of that
 
@@ -76,6 +77,8 @@ class Decoder:
     def decode_now(self, images: Sequence[EncodedImage], into: Images | None = None) -> Images | None:
         """Decode images, perhaps into an array, if that takes no longer than handing them to a thread; or None."""
         if sum(len(image.data) for image in images) > self._settings.inline_decode_bytes:
+            return None
+        if any(mark in image.data for image in images for mark in _COMPRESSED_TEXT):
             return None
         limit = min(_MAX_INLINE_PIXELS // len(images), self._settings.max_pixels)
         decoded = []

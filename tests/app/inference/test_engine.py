@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL.PngImagePlugin import PngInfo
 
 from app.errors import ClientGone, DeadlineExceeded, ImageRefused, InferenceFailed, NotReady, QueueFull
 from app.inference.batcher import Batcher, RequestMode, Result
@@ -20,6 +21,7 @@ from psc_core.errors import DeviceError
 from tests.app.fakes import NOT_FINITE, POISON, FakePipeline, outputs_of, pixels, png
 from tests.app.inference.support import Metrics, Setup, decoder_on, engine, stack
 from tests.app.support import until
+from tests.encoded import encode
 
 pytestmark = pytest.mark.anyio
 
@@ -74,11 +76,14 @@ async def test_the_first_bad_image_is_named(inline: int) -> None:
         assert setup.network.sizes == []
 
 
-async def test_small_files_of_many_pixels_are_decoded_on_threads() -> None:
+async def test_small_files_of_many_pixels_or_much_text_are_decoded_on_threads() -> None:
     async with engine() as setup:
         decoder = setup.decoder
         assert decoder.decode_now([EncodedImage(png(0, size=90))]) is not None
         assert decoder.decode_now([EncodedImage(png(0, size=90))] * 3) is None
+        info = PngInfo()
+        info.add_text("Comment", "x" * 1000, zip=True)
+        assert decoder.decode_now([EncodedImage(encode(np.zeros((9, 9), np.uint8), pnginfo=info))]) is None
         with pytest.raises(ImageRefused, match="at most 10000 pixels"):
             await setup.engine.predict([EncodedImage(png(0, size=200))])
 
