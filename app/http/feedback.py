@@ -38,9 +38,11 @@ from psc_core.log.store import IMAGE_PATH, MEDIA_TYPES, SHA256, LoggedModel, fin
 # These functions work on the log and may take seconds, so they are for :meth:`.Service.search_log`.
 def add_label(writer: LogWriter, label: Label) -> FeedbackDocument:
     row = _row(writer, label)
-    if label.image_sha256 is not None and label.image_sha256 != row[SHA256]:
+    if row[SHA256] is None or label.image_sha256 not in (None, row[SHA256]):
         shown = "an image that was erased" if row[SHA256] is None else f"the image {row[SHA256]}"
-        raise ImageConflict(f"the row is of {shown}, not of {label.image_sha256}; correct request_id or image_index")
+        raise ImageConflict(
+            f"the row is of {shown}, not of {label.image_sha256 or 'one to label'}; correct request_id or image_index"
+        )
     checked = replace(label, image_sha256=row[SHA256], time=datetime.now(UTC), model=row["model"])
     models = []
     if label.kind == LABEL:

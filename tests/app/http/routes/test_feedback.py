@@ -84,7 +84,7 @@ def test_a_whole_number_is_the_class_of_that_name() -> None:
 
 async def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(log=str(tmp_path), **KEYS) as app:
-        name = await predict(app, 0)
+        name, other = await predict(app, 0), await predict(app, 1)
         kinds: list[tuple[dict[str, Any], int, str]] = [
             ({"request_id": "unknown", "label": "dark"}, 404, "unknown-image"),
             ({"request_id": name, "image_index": 1, "label": "dark"}, 404, "unknown-image"),
@@ -110,8 +110,12 @@ async def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         erase(open_log(tmp_path), digest)
         status, problem = await give(app, request_id=name, image_sha256=digest, label="dark")
         assert status == 409 and "was erased" in problem["detail"]
+        for kind in ({"label": "dark"}, {"kind": "none_of_the_classes", "label": "somebody's name"}):
+            status, problem = await give(app, request_id=name, **kind)  # Nothing would find it to erase it.
+            assert status == 409 and "was erased" in problem["detail"]
+        assert not [*open_log(tmp_path).names("labels")]
         monkeypatch.setattr(Log, "put", Mock(side_effect=OSError("gone")))
-        assert (await give(app, request_id=name, label="dark"))[1]["type"] == "urn:psc:problem:log-unavailable"
+        assert (await give(app, request_id=other, label="dark"))[1]["type"] == "urn:psc:problem:log-unavailable"
 
 
 @pytest.mark.parametrize("damaged", ["day=*/*.parquet", "*.json"])
