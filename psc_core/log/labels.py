@@ -434,7 +434,8 @@ def _folders(root: Path) -> Iterator[HumanAnswer]:
                 except ImageError as error:
                     raise DataError(f"{file}: {error}") from error
                 text, inside = folder.name, Path(file).relative_to(folder).parts[:-1]
-                is_path = inside[-1:] == (digest[:2],)  # of the image in the log, as a tool kept it
+                # of the image in the log, as a tool kept it
+                is_path = inside[-1:] == (digest[:2],) and Path(file).stem == digest
                 if text == NONE_OF_THE_CLASSES and inside and not is_path:
                     text = f"{text}{OF}{inside[0]}"
                 yield HumanAnswer(file, None, None, digest, compose(text), _FOLDER, None)

@@ -236,6 +236,14 @@ def test_folders_of_images(log: Log, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_name_that_begins_the_digest_is_one(log: Log, tmp_path: Path) -> None:
+    folder = tmp_path / "none_of_the_classes" / digest(3)[:2]
+    folder.mkdir(parents=True)
+    (folder / "3.png").write_bytes(content(3))
+    (found,) = labels_of(log, read_answers(tmp_path))
+    assert (found.kind, found.label) == ("none_of_the_classes", digest(3)[:2])
+
+
 def test_folders_that_tools_add_are_no_answers(log: Log, tmp_path: Path) -> None:
     none = "none_of_the_classes"
     kept = ("no_label/images", "_unlabeled/images", "cat/psc/images", none, f"{none}/psc/images", f"{none}:hare/images")
