@@ -499,8 +499,15 @@ def with_class(model: FittedModel, name: str) -> FittedModel:
     name = compose(name).strip()
     if not model.num_probabilities:
         raise UsageError(f"a {model.task.noun} has no classes that another could be added to")
+    if name in model.network_classes:
+        raise UsageError(
+            f"{name} is one of the classes of the network; what people name so is labelled with it, and extends the "
+            "density (--extend-density), but adds no class"
+        )
     if name in model.classes:
-        raise UsageError(f"{name} is one of the classes already; give images of it to --extend-density")
+        raise UsageError(
+            f"{name} was added already; to add it from more images, add it again to the bundle from before it, from all"
+        )
     if not 0 < len(name) <= MAX_NAME or name in LABEL_KINDS or OF in name:
         raise UsageError(f"expected the name of a class, of 1 to {MAX_NAME} characters without {OF!r}, got {name!r}")
     return replace(model, classes=(*model.classes, name))

@@ -257,9 +257,7 @@ def learn_from(model: FittedModel, unknown: Any, loader: Any, **changes: Any) ->
 def add_class_from(model: FittedModel, name: str, images: Any, loader: Any, **changes: Any) -> FittedModel:
     """Return ``model`` with one more class, calibrated on other images, see :meth:`.PSC.add_class`."""
     wide = with_class(model, name)
-    if isinstance(loader, ImageDataset) and loader.in_order(model.classes).classes == model.classes:  # without images
-        loader = replace(loader.in_order(model.classes), classes=wide.classes)
-    chosen, rest, settings = _quarter(wide, loader, changes)
+    chosen, rest, settings = _quarter(wide, _with_empty_classes(model, loader), changes)
     new = open_images(images, "the images of the class", LoaderDescription(model.preprocess))
     check_read_by(model, new)
     real = chosen.subset((chosen.first_labels() < len(model.classes)).nonzero()[:, 0])
@@ -289,8 +287,16 @@ def _quarter(
     return chosen, rest, settings
 
 
+def _with_empty_classes(model: FittedModel, loader: Any) -> Any:
+    """Return images, of which a data set of the network's classes may have none of those that were added."""
+    if isinstance(loader, ImageDataset) and {*model.network_classes} <= {*loader.classes}:
+        return replace(loader, names_empty_classes=False)
+    return loader
+
+
 def _calibration_images(model: FittedModel, loader: Any) -> ImageDataset:
     as_fitted = LoaderDescription(model.preprocess, classes=model.classes, target=model.task.number())
+    loader = _with_empty_classes(model, loader)
     data = open_images(loader, "the calibration data", as_fitted).in_order(model.classes)
     warn_of_uncompared(loader, data)
     check_read_by(model, data)

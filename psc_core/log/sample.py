@@ -52,6 +52,7 @@ from psc_core.model import FittedModel
 REVIEWED: Final = 0.95  # fraction of a day's images, up to the last that counts, that must have a label
 LUCK: Final = 0.001  # maximum probability that labels placed at random look like those of people who start at the top
 
+_SERVE_LESS: Final = "serve with a lower --log-sample, and label images outside of it"
 _COLUMNS: Final = ("time", REQUEST_ID, IMAGE_INDEX, SHA256, IMAGE_PATH, "sample_probability")
 
 
@@ -150,6 +151,11 @@ def _left_out(logged: Sequence[LoggedLabel], days: Collection[date]) -> str:
 def read_outside(log: Log, model: FittedModel, name: str | None = None, **span: str | None) -> ImageDataset:
     """Return the logged images outside the random sample labelled with a class or a number, each once, labelled."""
     logged = _outside(log, model, name, **span)
+    if not logged:
+        raise UsageError(
+            f"all logged images of {store.logged_model(log, name)} in {log.where} are of the random sample, which "
+            f"calibrates; {_SERVE_LESS}, or leave out --extend-density"
+        )
     if not (of_class := _intact(log, [image for image in logged if image.kind == LABEL])):
         reviewed = sum(image.kind is not None for image in logged)
         raise UsageError(
@@ -163,9 +169,16 @@ def read_outside(log: Log, model: FittedModel, name: str | None = None, **span: 
 def read_named(log: Log, wide: FittedModel, name: str | None = None, **span: str | None) -> ImageDataset:
     """Return the images outside the random sample that people named as the last class of ``wide``."""
     logged, of = _outside(log, wide, name, **span), wide.classes[-1]
+    if is_cluster(NONE_OF_THE_CLASSES, of):
+        raise UsageError(f"{of} is a number that psc-log review --clusters gave, and no name; name its images first")
     if not (named := _intact(log, [image for image in logged if image.kind == LABEL and image.label == of])):
         others = Counter(image.label for image in logged if image.kind == NONE_OF_THE_CLASSES and image.label)
         given = ", ".join(f"{label} ({count})" for label, count in others.most_common())
+        if inside := sum(image.label == of for image in _labelled_ones(log, wide, name, **span)):
+            raise UsageError(
+                f"{inside} images of {log.where} are named {of}, all of the random sample, which calibrates; "
+                f"{_SERVE_LESS}"
+            )
         raise UsageError(
             f"people named no image of {log.where} outside the random sample {of}; label some "
             f"{NONE_OF_THE_CLASSES}:{of}, or give a name that they gave: {given or 'there is none'}"
@@ -202,11 +215,15 @@ def read_unknown(
 
 def unknown_of(log: Log, model: FittedModel, name: str | None = None, **span: str | None) -> list[LoggedLabel]:
     """Return the labels of the logged images reviewed as none of the classes, in the order of their digests."""
-    name = store.logged_model(log, name)
-    rows = store.read_rows(log, name, days=store.days_of(log, name, **span), columns=list(_COLUMNS))
-    joined = images_of(join_labels(rows, read_labels(log), name), model.classes)
+    joined = _labelled_ones(log, model, name, **span)
     found = sorted((image for image in joined if image.kind == NONE_OF_THE_CLASSES), key=lambda image: image.sha256)
     return _intact(log, found)
+
+
+def _labelled_ones(log: Log, model: FittedModel, name: str | None, **span: str | None) -> list[LoggedLabel]:
+    name = store.logged_model(log, name)
+    rows = store.read_rows(log, name, days=store.days_of(log, name, **span), columns=list(_COLUMNS))
+    return images_of(join_labels(rows, read_labels(log), name), model.classes)
 
 
 def _intact(log: Log, images: Sequence[LoggedLabel]) -> list[LoggedLabel]:

@@ -839,7 +839,7 @@ def test_a_class_of_original_predictions(original: FittedModel, trousers_log: Lo
 def test_names_and_images_that_make_no_class(
     shipped: FittedModel, trousers_log: Log, angle_bundle: Path, digits: ImageDataset
 ) -> None:
-    for name, why in (("7", "one of the classes already"), ("", "1 to 200"), ("a:b", "without ':'")):
+    for name, why in (("7", "one of the classes of the network"), ("", "1 to 200"), ("a:b", "without ':'")):
         with pytest.raises(UsageError, match=why):
             with_class(shipped, name)
     with pytest.raises(UsageError, match="1 to 200"):
@@ -847,6 +847,8 @@ def test_names_and_images_that_make_no_class(
     regression = loaded(angle_bundle)
     with pytest.raises(UsageError, match="a regression has no classes"):
         with_class(regression, "trouser")
+    with pytest.raises(UsageError, match=r"cluster 3 is a number that .* gave, and no name"):
+        read_named(trousers_log, with_class(shipped, "cluster 3"))
     wide = with_class(shipped, "drone")
     with pytest.raises(UsageError, match=r"outside the random sample drone; .*a name that they gave: trouser \(30\)"):
         read_named(trousers_log, wide)
@@ -858,6 +860,18 @@ def test_names_and_images_that_make_no_class(
     none = wide, trousers.subset(torch.arange(4))
     with pytest.raises(UsageError, match="there are 4 images of drone, and a class needs 10; label 6 more"):
         recalibrate_from_sample(shipped, read_sample(trousers_log, wide), {}, named=none)
+
+
+def test_names_inside_the_sample_alone_are_told_how_to_leave_it(
+    shipped: FittedModel, digits: ImageDataset, tmp_path: Path
+) -> None:
+    drones = (Logged(plain(digits, at), "none_of_the_classes", "drone") for at in (30, 31))
+    inside = [*labelled(digits, 20, plain), *drones]
+    log = write_log(tmp_path, inside)
+    with pytest.raises(UsageError, match=r"2 images of .* are named drone, all of the random .* lower --log-sample"):
+        read_named(log, with_class(shipped, "drone"))
+    with pytest.raises(UsageError, match=r"all logged images of digits in .* random sample, .* lower --log-sample"):
+        read_outside(log, shipped)
 
 
 def test_a_class_in_python(shipped: FittedModel, digits: ImageDataset) -> None:
@@ -873,10 +887,13 @@ def test_a_class_in_python(shipped: FittedModel, digits: ImageDataset) -> None:
     images = next(trousers.batches(20)).images
     torch.testing.assert_close(again.compute(images).packed, found.compute(images).packed)
     bags = of_label(clothes, 8)
-    both = found.add_class("bag", bags, replace(data, classes=found.classes))
+    both = found.add_class("bag", bags, data)  # which has no trousers
+    assert len(found.calibrate(data).calibration) == 160
     assert both.classes[-2:] == ("trouser", "bag") and len(both.pipeline.scorer.added) == 2
     answers = both.predict(next(bags.batches(20)).images).labels, both.predict(images).labels
     assert answers[0].count("bag") >= 15 and answers[1].count("trouser") >= 15
+    with pytest.raises(UsageError, match=r"trouser was added already; .* to the bundle from before it"):
+        found.add_class("trouser", trousers, data)
     with pytest.raises(UsageError, match=r"extend the bundle from before the first of them, then add each again"):
         recalibrate.extend(found, data, data, recalibrate.Compute(found.device))
     with pytest.raises(UsageError, match=r"a quarter of the 80 images .* give at least 100"):
