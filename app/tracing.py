@@ -124,16 +124,19 @@ class TerminalFormatter(logging.Formatter):
 
 
 def log_config(level: str, *, is_terminal: bool) -> dict[str, Any]:
-    """Return a configuration for ``logging.config`` that logs every record at ``level`` or above as a JSON line.
+    """Return a configuration for ``logging.config`` that logs PSC's records at ``level`` or above as JSON lines.
 
     On a terminal lines are for people, and of the records at the level ``info`` only those that tell of the start.
+    Libraries are silent about what happens at ``debug``: they would write what clients sent, such as texts in images.
     """
     start = level == "info" and is_terminal
+    own = {"psc.cli": "INFO", "psc.server": "INFO"} if start else {"psc": level.upper()}
+    of_libraries = "WARNING" if start else {"debug": "INFO"}.get(level, level.upper())
     return {
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"lines": {"()": TerminalFormatter if is_terminal else JsonFormatter}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
-        "root": {"level": "WARNING" if start else level.upper(), "handlers": ["stderr"]},
-        "loggers": {name: {"level": "INFO"} for name in ("psc.cli", "psc.server") if start},
+        "root": {"level": of_libraries, "handlers": ["stderr"]},
+        "loggers": {name: {"level": each} for name, each in own.items()},
     }

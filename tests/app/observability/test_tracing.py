@@ -201,3 +201,30 @@ def test_a_terminal_gets_plain_lines() -> None:
         for level, name in ((logging.INFO, "INFO"), (logging.WARNING, "WARNING"))
     ]
     assert lines == ["digits: drift alarm (window_ood_rate=0.2)", "Warning: digits: drift alarm (window_ood_rate=0.2)"]
+
+
+def test_no_level_logs_what_images_hold() -> None:
+    code = """
+import logging.config, sys
+from PIL import Image, PngImagePlugin
+from app.tracing import log_config
+from psc_core.images.decode import decode_image
+from tests.encoded import encode
+
+logging.config.dictConfig(log_config("debug", is_terminal=bool(int(sys.argv[1]))))
+image, texts = Image.new("L", (8, 8)), PngImagePlugin.PngInfo()
+texts.add_text("Author", "Jane Roe")
+exif = image.getexif()
+exif[0x13B] = "Jane Roe"
+for data in (
+    encode(image, "TIFF", tiffinfo={269: "jane_roe.tif", 270: "Jane Roe"}),
+    encode(image, "JPEG", exif=exif),
+    encode(image, pnginfo=texts),
+):
+    decode_image(data)
+logging.getLogger("psc.images").debug("own line")
+"""
+    for is_terminal in "01":
+        command = [sys.executable, "-c", code, is_terminal]
+        lines = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stderr.splitlines()
+        assert len(lines) == 1 and "own line" in lines[0]
