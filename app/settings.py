@@ -62,8 +62,16 @@ def _split(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+def _split_keys(value: object) -> object:
+    """Turn a text into keys; refuse one with commas or blanks alone, as two empty variables give: no key opens."""
+    keys = _split(value)
+    if value and keys == ():
+        raise ValueError("expected a key, got only commas or blanks; set the variables it comes from, or leave it out")
+    return keys
+
+
 Texts = Annotated[tuple[str, ...], BeforeValidator(_split)]
-Keys = Annotated[tuple[SecretStr, ...], BeforeValidator(_split)]
+Keys = Annotated[tuple[SecretStr, ...], BeforeValidator(_split_keys)]
 
 
 def is_service_link(value: object) -> bool:

@@ -95,6 +95,20 @@ def test_keys_are_never_shown(environment: Environment) -> None:
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["api_keys", "admin_keys", "feedback_keys"])
+def test_a_text_without_a_key_opens_nothing(environment: Environment, name: str) -> None:
+    """As ``"$TEAM_A,$TEAM_B"`` is if neither variable was set."""
+    for text in (",", " , ", " "):
+        environment({f"PSC_{name.upper()}": text})
+        with pytest.raises(UsageError, match=f"setting {name}: expected a key"):
+            load_settings()
+        with pytest.raises(UsageError, match=f"setting {name}: expected a key"):
+            load_settings({name: text})
+    environment({f"PSC_{name.upper()}": ""})
+    assert getattr(load_settings(), name) == getattr(load_settings({name: ""}), name) == ()
+    assert len(getattr(load_settings({name: "a,"}), name)) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [("prot = 1", "unknown setting 'prot'"), ("port = ", "is not TOML"), (None, "check --config")]
 )
