@@ -94,7 +94,8 @@ def _write(args: argparse.Namespace) -> None:
         flags.check_free(args.out, [name.format(name=bundle.manifest.name) for name in written])
     model = FittedModel.from_bundle(bundle, device="cpu", allow_factories=args.allow_factories).probed()
     examples = args.bundle / TRY_FOLDER if args.images is None else args.images
-    images = images_below(examples, must=args.images is not None)
+    own = args.bundle if args.images is None else None
+    images = images_below(examples, must=args.images is not None, bundle=own)
     if args.target in ("web", "triton", "openvino"):  # Their folders hold no answers to compare with.
         with TemporaryDirectory(prefix="psc-") as compared:
             graphs = export_model(model, Path(compared), images)
@@ -103,7 +104,7 @@ def _write(args: argparse.Namespace) -> None:
         case "onnx":
             export_model(model, args.out, images)
         case "web":
-            write_page(model, graphs[ANY_SIZE], args.out, runtime=args.runtime, examples=examples)
+            write_page(model, graphs[ANY_SIZE], args.out, runtime=args.runtime, examples=examples, bundle=own)
         case "mlflow":
             from psc_core.export.pyfunc import save_pyfunc
 
@@ -150,7 +151,9 @@ def find_runtime(folder: Path) -> Path:
     return found
 
 
-def write_page(model: FittedModel, graph: ModelProto, folder: Path, *, runtime: Path, examples: Path) -> None:
+def write_page(
+    model: FittedModel, graph: ModelProto, folder: Path, *, runtime: Path, examples: Path, bundle: Path | None = None
+) -> None:
     """Write the service's page as a folder that any file server serves; no image leaves the browser.
 
     ::
@@ -160,6 +163,8 @@ def write_page(model: FittedModel, graph: ModelProto, folder: Path, *, runtime: 
         model-any-size.onnx     the exported graph
         onnxruntime/            ONNX Runtime in WebAssembly, from the npm package onnxruntime-web
         examples.json, examples/    the first image files below ``examples``, which are offered to try
+
+    If the examples are those of a ``bundle``, their folder itself may not lead out of it.
     """
     from app.http.model import MAX_FILE_BYTES, PAGE, describe_model, examples_in
     from psc_core.bundle import write_files
@@ -169,8 +174,8 @@ def write_page(model: FittedModel, graph: ModelProto, folder: Path, *, runtime: 
 
     found = find_runtime(runtime)
     shown = [suffix for suffix in SUFFIXES if not suffix.startswith(".tif")]  # by browsers
-    offered = {name: file.read_bytes() for name, file in examples_in(examples, examples, shown).items()}
-    if not offered and images_below(examples, must=False):
+    offered = {name: file.read_bytes() for name, file in examples_in(examples, bundle or examples, shown).items()}
+    if not offered and images_below(examples, must=False, bundle=bundle):
         raise UsageError(
             f"expected images to try of at most {MAX_FILE_BYTES >> 20} MiB below {examples}, and none of TIFF, "
             "which browsers do not read; shrink or convert them"

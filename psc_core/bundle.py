@@ -617,6 +617,13 @@ def _homes(folder: Path) -> list[Path]:
     return [home, *(above / "blobs" for above in home.parents[1:3] if cached)]
 
 
+def homes_below(bundle: Path, folder: Path) -> list[Path]:
+    """Return where files of a bundle's folder may lie: there or in the hub's cache; nowhere if it leads elsewhere."""
+    home, *cached = _homes(bundle)
+    below = folder.resolve()
+    return [below, *cached] if below.is_relative_to(home) else []
+
+
 def read_inside(folder: Path, name: str, limit: int) -> bytes:
     """Return the content of a regular file inside ``folder``, of at most ``limit`` bytes."""
     file = folder / name

@@ -28,7 +28,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional
 
-from psc_core.bundle import read_inside, tensors_of, write_files
+from psc_core.bundle import homes_below, read_inside, tensors_of, write_files
 from psc_core.errors import BundleError, NetworkError, UsageError, needs, shorten
 from psc_core.export.graph import ANY_SIZE, GRAPH, METADATA, PIXELS, defaults, export_graphs
 from psc_core.images import SUFFIXES
@@ -49,10 +49,16 @@ LARGER_IMAGES: Final = 8  # images of another size than the network's, for the g
 LARGER: Final = "any-size/"  # before the names of what belongs to :data:`ANY_SIZE`
 
 
-def images_below(folder: Path, *, must: bool = True) -> list[str]:
-    """Return the first image files below a folder, which may be missing unless it ``must`` have some."""
+def images_below(folder: Path, *, must: bool = True, bundle: Path | None = None) -> list[str]:
+    """Return the first image files below a folder, which may be missing unless it ``must`` have some.
+
+    Links to files are followed, but in the folder of a ``bundle`` not to elsewhere: somebody else may have written it.
+    """
     below = sorted(files_below(folder, linked=False)) if folder.is_dir() else []
     found = [file for file in below if file.lower().endswith(SUFFIXES)]
+    if bundle is not None:
+        homes = homes_below(bundle, folder)
+        found = [file for file in found if any(map(Path(file).resolve().is_relative_to, homes))]
     if must and not found:
         raise UsageError(f"there are no images below {folder}; give a folder with some, or leave it out")
     return found[:VECTOR_IMAGES]

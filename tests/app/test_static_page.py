@@ -88,6 +88,17 @@ def test_only_images_of_their_folder_are_published(runtime: Path, tmp_path: Path
     assert json.loads((tmp_path / "site" / "examples.json").read_text())["files"] == ["mine.png"]
 
 
+def test_a_link_in_place_of_a_bundles_examples_is_not_published(runtime: Path, tmp_path: Path) -> None:
+    bundle, private = tmp_path / "bundle", tmp_path / "private"
+    for folder in (bundle, private):
+        folder.mkdir()
+    (private / "mine.png").write_bytes((BUNDLE / "examples" / "clean.png").read_bytes())
+    (bundle / "examples").symlink_to(private)
+    site, model = tmp_path / "site", load_model(BUNDLE, device="cpu")
+    write_page(model, ModelProto(), site, runtime=runtime, examples=bundle / "examples", bundle=bundle)
+    assert json.loads((site / "examples.json").read_text())["files"] == []
+
+
 def test_images_of_class_folders_are_offered(runtime: Path, tmp_path: Path) -> None:
     image, model = (BUNDLE / "examples" / "clean.png").read_bytes(), load_model(BUNDLE, device="cpu")
     for name in ("cat", "dog"):

@@ -30,7 +30,7 @@ from app import export_cli as cli
 from psc_core import PSC, PSCRegressor, load_network
 from psc_core.bundle import read_bundle
 from psc_core.errors import BundleError, NetworkError, UsageError
-from psc_core.export.folder import README, RUNTIMES, VECTORS, _readme, check, export_model, table
+from psc_core.export.folder import README, RUNTIMES, VECTORS, _readme, check, export_model, images_below, table
 from psc_core.export.graph import ANY_SIZE, GRAPH, PIXELS, export_graphs
 from psc_core.images.preprocess import PRESETS, Preprocess
 from psc_core.model import FittedModel, load_model
@@ -273,6 +273,47 @@ def test_in_python_the_runtimes_are_compared(
     monkeypatch.setattr("psc_core.export.folder.RUNTIMES", {"onnxruntime": wrong})
     with pytest.raises(NetworkError, match=r"differently, onnxruntime with model\.onnx"):
         model.export(tmp_path / "out")
+
+
+def linked_examples(folder: Path, bundle: Path) -> None:
+    """Put a copy of the shipped bundle there, whose examples are links like those that a stranger may send along."""
+    shutil.copytree(BUNDLE, bundle)
+    for name, home in (("mounted", bundle / "examples" / "..data"), ("private", folder)):
+        home.mkdir(exist_ok=True)
+        Image.new("L", (28, 28), 50 if name == "private" else 200).save(home / f"{name}.png")
+        (bundle / "examples" / f"{name}.png").symlink_to(home / f"{name}.png")
+
+
+def test_links_out_of_a_bundle_are_not_followed(tmp_path: Path) -> None:
+    private, bundle, whole = tmp_path / "private", tmp_path / "bundle", tmp_path / "whole"
+    linked_examples(private, bundle)
+    own = {"ambiguous.png", "clean.png", "corner.png", "shirt.png", "mounted.png"}
+    assert {Path(file).name for file in images_below(bundle / "examples", bundle=bundle)} == own
+    shutil.copytree(bundle, whole, symlinks=True)
+    shutil.rmtree(whole / "examples")
+    (whole / "examples").symlink_to(private)
+    assert images_below(whole / "examples", must=False, bundle=whole) == []
+    assert len(images_below(whole / "examples")) == 1  # as --images of one's own
+    shutil.copytree(BUNDLE / "examples", whole / "..data" / "examples")
+    (whole / "examples").unlink()
+    (whole / "examples").symlink_to(Path("..data") / "examples")  # as volumes are mounted
+    assert len(images_below(whole / "examples", bundle=whole)) == 4
+
+
+def test_an_export_holds_no_image_from_outside_the_bundle(tmp_path: Path, run: Run) -> None:
+    linked_examples(tmp_path / "private", tmp_path / "bundle")
+    run(cli.main, "--bundle", tmp_path / "bundle", "--out", tmp_path / "out")
+    images = load_file(tmp_path / "out" / VECTORS)[PIXELS]
+    assert [bool((images == grey).flatten(1).all(1).any()) for grey in (50, 200)] == [False, True]
+
+
+def test_the_hubs_cache_is_no_link_out(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--o--n" / "snapshots" / "01ab", tmp_path / "models--o--n" / "blobs"
+    (snapshot / "examples").mkdir(parents=True)
+    blobs.mkdir()
+    shutil.copy(BUNDLE / "examples" / "clean.png", blobs / "digest")
+    (snapshot / "examples" / "clean.png").symlink_to(Path("../../../blobs/digest"))
+    assert len(images_below(snapshot / "examples", bundle=snapshot)) == 1
 
 
 def test_a_graph_of_the_users_stays(model: FittedModel, tmp_path: Path, run: Run) -> None:
