@@ -357,16 +357,19 @@ async def example(request: Request, name: str, file: str) -> FileResponse:
 
 
 def example_files(service: Service, name: str) -> dict[str, Path]:
-    """Return a model's images to try by file name; only regular files inside the bundle."""
+    """Return a model's images to try by file name; only regular files of the bundle's folder of examples."""
     bundle = dict(service.settings.named_bundles).get(name)
     return {} if bundle is None else examples_in(bundle / TRY_FOLDER, bundle)
 
 
 def examples_in(folder: Path, home: Path, suffixes: Collection[str] = SUFFIXES) -> dict[str, Path]:
-    """Return images to try by file name, after its subfolder's; only files inside ``home``, wherever links lead."""
-    if not folder.is_dir():
+    """Return images to try by file name, after its subfolder's; only files that lie in ``folder``, wherever links lead.
+
+    The folder itself, which may be a link, lies in ``home``.
+    """
+    root = folder.resolve()
+    if not (folder.is_dir() and root.is_relative_to(home.resolve())):
         return {}
-    root = home.resolve()
     files = [
         path
         for path in map(Path, sorted(files_below(folder, linked=False)))

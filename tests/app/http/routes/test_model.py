@@ -69,15 +69,36 @@ async def test_examples_are_the_images_in_the_bundle(tmp_path: Path) -> None:
     (folder / "huge.png").write_bytes(bytes(MAX_FILE_BYTES + 1))
     (tmp_path.parent / "outside.png").write_bytes(png(3))
     (folder / "link.png").symlink_to(tmp_path.parent / "outside.png")
+    (tmp_path / "manifest.json").write_text("{}")
+    (folder / "manifest.png").symlink_to(tmp_path / "manifest.json")
     async with running({"m": FakeModel()}, bundle=(f"m={tmp_path}",)) as app:
         assert (await app.client.get("/models/m/examples")).json() == {"files": ["a.PNG", "b.png"]}
         answer = await app.client.get("/models/m/examples/b.png")
         assert (answer.content, answer.headers["content-type"]) == (png(1), "image/png")
-        for other in ("link.png", "huge.png", "notes.txt", "..%2Fmanifest.json", "c.png"):
+        for other in ("link.png", "manifest.png", "huge.png", "notes.txt", "..%2Fmanifest.json", "c.png"):
             assert (await app.client.get(f"/models/m/examples/{other}")).status_code == 404, other
         for number in range(20):
             (folder / f"c{number}.png").write_bytes(png(4))
         assert len((await app.client.get("/models/m/examples")).json()["files"]) == MAX_FILES
+
+
+@pytest.mark.parametrize("linked", ["files", "folder", "nothing", "elsewhere"])
+async def test_examples_of_a_mounted_volume(tmp_path: Path, linked: str) -> None:
+    """Kubernetes puts the files of a volume into a folder ``..data``, and links to them, or to their first folder."""
+    bundle, volume = tmp_path / "bundle", tmp_path / "volume"
+    folder = bundle / "examples"
+    bundle.mkdir()
+    homes = {"files": folder / "..data", "folder": bundle / "..data" / "examples", "elsewhere": volume}
+    home = homes.get(linked, folder)
+    home.mkdir(parents=True)
+    (home / "a.png").write_bytes(png(1))
+    if linked == "files":
+        (folder / "a.png").symlink_to(Path("..data") / "a.png")
+    elif home != folder:
+        folder.symlink_to(home)
+    async with running({"m": FakeModel()}, bundle=(f"m={bundle}",)) as app:
+        files = [] if linked == "elsewhere" else ["a.png"]
+        assert (await app.client.get("/models/m/examples")).json() == {"files": files}
 
 
 async def test_a_model_without_examples() -> None:
