@@ -67,7 +67,7 @@ def check_affordable(model: FittedModel, *, max_batch: int, seconds: float) -> N
         logger.warning("the cost of the network is not known", extra={"model": model.name})
         return
     at_once = 2 if model.device.type == "cpu" and torch.get_num_threads() > 1 else 1  # see EagerStep.beside
-    needed, free = at_once * alive * max_batch, free_bytes(model.device)
+    needed, free = at_once * (alive * max_batch + scratch_bytes(model)), free_bytes(model.device)
     size = " × ".join(map(str, model.preprocess.shape[1:]))
     if needed > free:
         raise BundleError(
@@ -99,7 +99,7 @@ def cost_of_an_image(model: FittedModel) -> tuple[int, int]:
     The bytes are :data:`ALIVE` times the largest output of a module.
     """
     if isinstance(model.backbone.body, OnnxBody) and model.backbone.body.cost is not None:
-        return model.backbone.body.cost
+        return model.backbone.body.cost[:2]
     largest = 0
 
     def measure(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -116,6 +116,12 @@ def cost_of_an_image(model: FittedModel) -> tuple[int, int]:
     with counter:
         network(image)
     return ALIVE * largest, counter.get_total_flops()
+
+
+def scratch_bytes(model: FittedModel) -> int:
+    """Return the bytes that a batch takes beside those of its images, as far as a graph tells."""
+    body = model.backbone.body
+    return body.cost.scratch if isinstance(body, OnnxBody) and body.cost is not None else 0
 
 
 def operations_per_second(device: torch.device) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -34,12 +34,14 @@ PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
 # True if networks can be exported to ONNX and run; a folder that an uninstalled package left has no origin.
 INSTALLED: Final = all((spec := importlib.util.find_spec(name)) and spec.origin for name in PACKAGES)
 _CONVOLUTIONS: Final = frozenset({"Conv", "ConvInteger", "QLinearConv"})
+_PLAIN_DIMENSIONS: Final = 3  # of a convolution for which ONNX Runtime has kernels of its own
 _PRODUCTS: Final = frozenset({"Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"})
 
 
 class Cost(NamedTuple):
     alive: int  # of one image: peak size of the tensors that exist at the same time, bytes
     operations: int  # additions and multiplications of convolutions and products; of other nodes, the largest tensor
+    scratch: int  # of a batch of any size: the largest buffer that ONNX Runtime takes for a node, bytes
 
 
 def cost_of(model: ModelProto, sizes: Mapping[str, tuple[int, Shape]], batch: int) -> Cost:
@@ -50,32 +52,53 @@ def cost_of(model: ModelProto, sizes: Mapping[str, tuple[int, Shape]], batch: in
         dtype, shape = sizes.get(name, (0, ()))
         return math.prod(shape) * helper.tensor_dtype_to_np_dtype(dtype).itemsize if dtype else 0
 
+    def shape(name: str) -> Shape:
+        return weights.get(name) or sizes.get(name, (0, ()))[1]
+
     nodes, kept = model.graph.node, {value.name for value in model.graph.output}
     last = {name: index for index, node in enumerate(nodes) for name in node.input}
     weights = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
     alive = most = nbytes(model.graph.input[0].name)
-    operations = 0
+    operations = scratch = 0
     for index, node in enumerate(nodes):
         alive += sum(nbytes(name) for name in node.output)
         most = max(most, alive)
         ended = {name for name in (*node.input, *node.output) if last.get(name, index) == index}
         alive -= sum(nbytes(name) for name in ended - kept)
-        operations += _operations(node, sizes, weights)
-    return Cost(-(-most // batch), -(-operations // batch))
+        operations += _operations(node, shape)
+        scratch = max(scratch, _scratch(node, shape))
+    return Cost(-(-most // batch), -(-operations // batch), scratch)
 
 
-def _operations(node: NodeProto, sizes: Mapping[str, tuple[int, Shape]], weights: Mapping[str, Shape]) -> int:
-    def shape(name: str) -> Shape:
-        return weights.get(name) or sizes.get(name, (0, ()))[1]
-
+def _operations(node: NodeProto, shape: Callable[[str], Shape]) -> int:
     if node.op_type in _CONVOLUTIONS:
-        weight = node.input[3 if node.op_type == "QLinearConv" else 1]
-        return 2 * math.prod(shape(node.output[0])) * math.prod(shape(weight)[1:])
+        return 2 * math.prod(shape(node.output[0])) * math.prod(shape(_weight(node))[1:])
     if node.op_type == "ConvTranspose":
         return 2 * math.prod(shape(node.input[0])) * math.prod(shape(node.input[1])[1:])
     if node.op_type in _PRODUCTS:
         return 2 * math.prod(shape(node.output[0])) * (shape(node.input[0]) or (1,))[-1]
     return max((math.prod(shape(name)) for name in (*node.input, *node.output) if name), default=0)
+
+
+def _scratch(node: NodeProto, shape: Callable[[str], Shape]) -> int:
+    """Count the columns that a convolution on the CPU makes of one image and group, bytes; measured."""
+    if node.op_type == "ConvTranspose":
+        return 4 * math.prod(shape(node.input[1])[1:]) * math.prod(shape(node.input[0])[2:])
+    if node.op_type not in _CONVOLUTIONS:
+        return 0
+    weight, sides = shape(_weight(node)), shape(node.output[0])[2:]
+    columns = math.prod(weight[1:]) * math.prod(sides)
+    if node.op_type == "ConvInteger":
+        return columns
+    if node.op_type == "QLinearConv":  # It may make addresses of all channels in place of their numbers.
+        return max(columns, 8 * math.prod(weight[2:]) * math.prod(sides))
+    # With few filters and up to three dimensions, a thread makes a small part of them at a time.
+    return 4 * columns if len(sides) > _PLAIN_DIMENSIONS or math.prod(weight[:1]) > math.prod(sides) else 0
+
+
+def _weight(node: NodeProto) -> str:
+    name: str = node.input[3 if node.op_type == "QLinearConv" else 1]
+    return name
 
 
 MAX_SESSIONS: Final = 2  # each with its own weights: a service runs small batches on fewer threads

@@ -9,6 +9,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -33,6 +34,7 @@ from app.settings import load_settings
 from psc_core.answers import CLASSIFICATION_SCORES
 from psc_core.errors import BundleError, NetworkError
 from psc_core.model import PSC
+from psc_core.network.onnx import Cost, OnnxBody
 from psc_core.tasks.base import Outputs
 from tests.app.fakes import FakeModel, FakeValueModel, pixels, png
 from tests.app.support import PNG, Running, running, serve_next, until
@@ -437,6 +439,18 @@ def test_two_batches_at_once_need_room(model: PSC, monkeypatch: pytest.MonkeyPat
         check_affordable(model, max_batch=fitting, seconds=600.0)
         with pytest.raises(BundleError):
             check_affordable(model, max_batch=fitting + 1, seconds=600.0)
+
+
+def test_a_batch_has_scratch_memory(model: PSC, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "free_bytes", lambda _: 100)
+    monkeypatch.setattr(models, "cost_of_an_image", lambda _: (10, 1))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    body = OnnxBody(b"", cost=Cost(alive=10, operations=1, scratch=50))
+    given = {"device": model.device, "preprocess": model.preprocess, "name": "m"}
+    taking: Any = SimpleNamespace(**given, backbone=SimpleNamespace(body=body))
+    check_affordable(taking, max_batch=5, seconds=600.0)
+    with pytest.raises(BundleError, match="lower --max-batch-size"):
+        check_affordable(taking, max_batch=6, seconds=600.0)
 
 
 def test_a_warm_up_without_end_is_refused(model: PSC, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from psc_core.errors import NetworkError
 from psc_core.network import onnx_check
-from psc_core.network.onnx import keep_from_compiler, restore_body
+from psc_core.network.onnx import cost_of, keep_from_compiler, restore_body
 from psc_core.network.onnx_check import (
     FIXED32,
     FIXED64,
@@ -178,6 +179,44 @@ def test_a_cost_is_what_is_alive_at_once() -> None:
     map_, pooled, logits, features = 4 * 4 * 36, 4 * 4, 4 * 3, 4 * 4 * 36
     assert body.cost.alive == max(4 * 64 + map_, map_ + features, features + pooled + logits)
     assert body.cost.operations == 2 * 4 * 36 * 9 + 2 * 4 * 36 + 2 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("op", "weight", "sides", "expected"),
+    [
+        ("ConvTranspose", (1, 5, 9, 9), (28, 28), 4 * 5 * 81 * 28 * 28),
+        ("ConvTranspose", (1, 5, 9), (28,), 4 * 5 * 9 * 28),
+        ("Conv", (5, 1, 9, 9), (28, 28), 0),
+        ("Conv", (65, 1, 9, 9), (8, 8), 4 * 81 * 64),
+        ("Conv", (5, 1, 3, 3, 3, 3), (6, 6, 6, 6), 4 * 81 * 6**4),
+        ("ConvInteger", (5, 1, 9, 9), (28, 28), 81 * 28 * 28),
+        ("QLinearConv", (5, 1, 9, 9), (28, 28), 8 * 81 * 28 * 28),
+        ("Relu", (), (28, 28), 0),
+    ],
+)
+def test_a_cost_has_the_columns_of_convolutions(
+    op: str, weight: tuple[int, ...], sides: tuple[int, ...], expected: int
+) -> None:
+    """What ONNX Runtime 1.32 takes beside tensors, once for a batch, whatever its size."""
+    pads = [side // 2 for side in weight[2:]] * 2
+    inputs = {"QLinearConv": ["x", "s", "z", "w", "s", "z", "s", "z"], "Relu": ["x"]}.get(op, ["x", "w"])
+    attributes = {} if op == "Relu" else {"pads": pads}
+    kind, nbytes = (TensorProto.UINT8, 1) if op in ("ConvInteger", "QLinearConv") else (TensorProto.FLOAT, 4)
+    shape = (2, 1, *sides)
+    graph = helper.make_graph(
+        [helper.make_node(op, inputs, ["y"], **attributes)],
+        "graph",
+        [helper.make_tensor_value_info("x", kind, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [
+            helper.make_tensor("w", kind, weight, bytes(nbytes * math.prod(weight)), True),
+            helper.make_tensor("s", TensorProto.FLOAT, [], [1.0]),
+            helper.make_tensor("z", TensorProto.UINT8, [], [0]),
+        ],
+    )
+    model = helper.make_model(graph)
+    sizes = {"x": (kind, shape), "y": (TensorProto.FLOAT, (2, 1 if op == "Relu" else weight[0], *sides))}
+    assert cost_of(model, sizes, 2).scratch == cost_of(model, sizes, 1).scratch == expected
 
 
 def test_any_type_of_images_and_none_at_all() -> None:
