@@ -27,7 +27,7 @@ from psc_core.errors import DataError, ExitCode
 from psc_core.images import SUFFIXES
 from psc_core.images.files import files_below
 from psc_core.settings import positive, positive_number
-from psc_core.text import align, print_any_text
+from psc_core.text import align, in_one_line, print_any_text
 
 URL_VARIABLE = "PSC_CLIENT_URL"
 KEY_VARIABLE = "PSC_CLIENT_API_KEY"
@@ -53,7 +53,7 @@ def main(
         sys.stderr.close()
         return ExitCode.OK
     except ClientError as error:
-        print(f"psc-predict: {error}", file=sys.stderr)
+        print(in_one_line(f"psc-predict: {error}"), file=sys.stderr)
         return ExitCode.FAILURE if isinstance(error, ServerFailed) else ExitCode.BAD_INPUT
     except KeyboardInterrupt:
         print("psc-predict: interrupted", file=sys.stderr)
@@ -203,9 +203,10 @@ def _print_table(rows: Sequence[tuple[str, Mapping[str, str] | ClientError]]) ->
     names = max(len(row[0]) for row in table)
     head, *lines = align(table, left={0, 1, len(titles)})  # The other columns are numbers.
     if titles:
-        print(head)
+        print(in_one_line(head))
     for line, (_, cells) in zip(lines, rows, strict=True):
-        print(f"{line:<{names}}  error: {_reason(cells)}" if isinstance(cells, ClientError) else line)
+        shown = f"{line:<{names}}  error: {_reason(cells)}" if isinstance(cells, ClientError) else line
+        print(in_one_line(shown))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from psc_core.errors import needs
+from psc_core.text import in_one_line
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _ids: Final = random.Random()  # Not ``secrets``: ids must not collide, but may be guessed.
@@ -119,8 +120,10 @@ class TerminalFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.capitalize()}: " if record.levelno >= logging.WARNING else ""
         more = [f"{name}={value}" for name, value in vars(record).items() if name not in _STANDARD_FIELDS]
-        line = level + record.getMessage() + (f" ({', '.join(more)})" if more else "")
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        lines = [level + record.getMessage() + (f" ({', '.join(more)})" if more else "")]
+        if record.exc_info:
+            lines += self.formatException(record.exc_info).splitlines()
+        return "\n".join(map(in_one_line, lines))
 
 
 def log_config(level: str, *, is_terminal: bool) -> dict[str, Any]:

@@ -38,6 +38,17 @@ def printable(path: str | Path) -> str:
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
+# Control characters, ends of lines and paragraphs, and what turns the direction of the text that follows.
+_CONTROLS: Final = dict.fromkeys(
+    [*range(0x20), *range(0x7F, 0xA0), *range(0x2028, 0x202F), *range(0x2066, 0x206A)], " "
+)
+
+
+def in_one_line(text: str) -> str:
+    """Return a text of others with a blank for each character that would end the line or command a terminal."""
+    return text.translate(_CONTROLS)
+
+
 def class_names(classes: Any) -> tuple[str, ...]:
     """Return class names, listed or mapped to or from their labels, in the order of the labels, :func:`compose`."""
     given = _by_label(classes) if isinstance(classes, Mapping) else _listed_names(classes)

@@ -31,7 +31,7 @@ from psc_core.model import model_class_of
 from psc_core.network.described import NetworkSpec
 from psc_core.report import FIGURE_FILES, FIGURES, PAGE
 from psc_core.report.content import Facts, Role, ScoredSet
-from psc_core.text import align
+from psc_core.text import align, in_one_line
 
 Figures = dict[str, Figure | None]  # figures by name; None if there is nothing to draw
 KNOWN: Final = "#2b6cb0"
@@ -192,7 +192,6 @@ def roc(inside: ScoredSet, outside: Sequence[ScoredSet]) -> Figure | None:
 OF_METHOD: Final = frozenset({"collapse", "sizes"})  # figures for those who ask how it was fitted
 _WIDE: Final = 5.0  # the width, in inches, from which a figure takes a whole line of the page
 _HERE: Final = Path()  # the path of the bundle in commands, which are the same wherever the bundle lies
-_CONTROLS: Final = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029], " ")
 
 
 @pass_eval_context
@@ -200,7 +199,7 @@ def _plain(template: EvalContext, value: object) -> object:
     """Return a text without control characters, and without tags on the card; the page is escaped as a whole."""
     if not isinstance(value, str):
         return value
-    plain = value.translate(_CONTROLS)
+    plain = in_one_line(value)
     return plain if template.autoescape else plain.replace("<", "&lt;")
 
 

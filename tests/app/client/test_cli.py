@@ -16,7 +16,7 @@ from PIL import Image
 from app import client_cli as cli
 from app.client import Client
 from psc_core.errors import ExitCode
-from tests.app.client.support import MODEL, Reply, Script, answer, numbers, problem
+from tests.app.client.support import MODEL, PREDICTION, Reply, Script, answer, numbers, problem
 from tests.app.fakes import FakeModel, FakePipelineWithMap, pixels, png
 from tests.app.live import live_server
 from tests.served import HTTP
@@ -67,6 +67,17 @@ def test_cli_prints_numbers_and_answers_of_two_tasks(files: list[str], capsys: p
     for title in ("label", "entropy", "decision", "mean", "interval"):
         assert head.count(title) == 1
     assert head.index("label") == first.index("7", len(files[0])) and second.index("12  ") + 2 == head.index("mean") + 4
+
+
+def test_nothing_commands_the_terminal(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    odd = "\x1b]0;pwned\x07\x1b[31m\u202e\n\x9beight"
+    named = httpx.Response(200, json=answer().json() | {"predictions": [PREDICTION | {"label": odd}]})
+    assert run_cli(Script(named, problem(400, detail=odd, index=0)), *files[:2], "--batch-size", "1") == 2
+    lines = capsys.readouterr().out.removesuffix("\n").split("\n")
+    assert len(lines) == 3 and "eight" in lines[1] and "eight" in lines[2]
+    assert all(line.isprintable() for line in lines)
+    assert run_cli(Script(problem(401, detail=odd)), files[0]) == 2
+    assert capsys.readouterr().err.removesuffix("\n").isprintable()
 
 
 def test_cli_prints_json_lines(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,6 +203,20 @@ def test_a_terminal_gets_plain_lines() -> None:
     assert lines == ["digits: drift alarm (window_ood_rate=0.2)", "Warning: digits: drift alarm (window_ood_rate=0.2)"]
 
 
+def test_nothing_commands_the_terminal() -> None:
+    try:
+        raise ValueError("\x1b[2J")
+    except ValueError as error:
+        caught = (ValueError, error, error.__traceback__)
+    path = "/\x1b[2J\x1b]0;pwned\x07\nError: disk full\u202e\x9b31m"
+    record = logging.makeLogRecord(
+        {"msg": "request %s", "args": (path,), "levelno": logging.INFO, "path": path, "exc_info": caught}
+    )
+    first, *trace = TerminalFormatter().format(record).split("\n")
+    assert first.count("Error: disk full") == 2 and trace[0].startswith("Traceback") and "ValueError" in trace[-1]
+    assert all(each.isprintable() for each in [first, *trace])
+
+
 def test_no_level_logs_what_images_hold() -> None:
     code = """
 import logging.config, sys
