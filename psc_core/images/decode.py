@@ -43,7 +43,10 @@ MAX_SCANS: Final = 100
 _MAX_PIECES: Final = 10_000  # JPEG segments and bytes between them, PNG chunks, GIF blocks: Pillow reads each in Python
 _PASSES: Final = 10  # maximum of pixels in all scans of a JPEG, in units of ``max_pixels``; small ones may have more
 MAX_EXIF_BYTES: Final = 1 << 20  # of EXIF, because Pillow needs two hundred times as much memory to unpack it
-_MAX_PROFILES: Final = 16  # maximum number of colour profiles of a PNG, because 1 kB may unpack to 1 MB
+# Maximum numbers of what 1 kB of a PNG may unpack to 1 MB of, in up to 8 ms: the format has one profile, programs write
+# up to ten compressed texts.
+_MAX_PROFILES: Final = 2
+_MAX_TEXTS: Final = 16
 _MAX_TAGS: Final = 4096  # maximum number of tags of a TIFF; libtiff sets the same limit
 _MAX_VALUES: Final = 3 << 16  # of a TIFF tag, the size of a transfer function: Pillow makes an object of each value
 _MAX_OVERLAP: Final = 10  # maximum number of times that the strips of a TIFF may cover its bytes, on average
@@ -101,14 +104,22 @@ class _Reader(io.BytesIO):
 
 def _check_png(data: bytes) -> None:
     # An honest file of this size may have more chunks than the constant.
-    at, maximum, chunks, profiles, chunk_type = 8, _MAX_PIECES + len(data) // 128, 0, 0, b""
+    at, maximum, chunks, profiles, texts, chunk_type = 8, _MAX_PIECES + len(data) // 128, 0, 0, 0, b""
     while chunk_type != b"IEND" and at + 8 <= len(data):
         length, chunk_type = struct.unpack_from(">I4s", data, at)
-        at += 12 + length
+        start, at = at + 8, at + 12 + length
         chunks += 1
         profiles += chunk_type == b"iCCP"
+        texts += chunk_type == b"zTXt" or (chunk_type == b"iTXt" and _is_compressed(data, start, start + length))
         check_limit("colour profiles", _MAX_PROFILES, profiles)
+        check_limit("compressed texts", _MAX_TEXTS, texts)
         check_limit("chunks in a file of this size", maximum, chunks)
+
+
+def _is_compressed(data: bytes, start: int, stop: int) -> bool:
+    """Return whether an international text says so, in the byte after the end of its keyword."""
+    flag = data.find(b"\0", start, stop) + 1
+    return 0 < flag < min(stop, len(data)) and data[flag] != 0
 
 
 def _check_jpeg(data: bytes, max_pixels: int) -> None:

@@ -144,8 +144,26 @@ def test_rejects_headers_of_many_pieces() -> None:
 def test_rejects_many_colour_profiles() -> None:
     one = chunk(b"iCCP", b"k\0\0" + zlib.compress(bytes(1000)))
     assert decode_image(png(28, 28, one, data=PIXELS)).size == (28, 28)
-    with pytest.raises(UndecodableImage):
-        decode_image(png(28, 28, *[one] * 1000, data=PIXELS))
+    for count in (3, 1000):
+        with pytest.raises(UndecodableImage):
+            decode_image(png(28, 28, *[one] * count, data=PIXELS))
+
+
+PACKED = zlib.compress(bytes(1000))
+TEXTS = {"zTXt": b"k\0\0" + PACKED, "iTXt": b"k\0\1\0en\0k\0" + PACKED, "of an odd flag": b"k\0\7\0\0\0" + PACKED}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_rejects_many_compressed_texts(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Each is 1 kB that unpacks to 1 MB, in 4 to 8 ms."""
+    one = chunk(b"zTXt" if kind == "zTXt" else b"iTXt", TEXTS[kind])
+    plain = [chunk(b"tEXt", b"k\0v"), chunk(b"iTXt", b"k\0\0\0\0\0v"), chunk(b"iTXt", b"k\0"), chunk(b"iTXt", b"k")] * 9
+    image = png(28, 28, *plain, *[one] * 10, data=PIXELS)  # of an honest program
+    assert decode_image(image).size == (28, 28)
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
+    for middle in ([one] * 17, [one] * 9 + [chunk(b"IDAT", b"")] + [one] * 8):
+        with pytest.raises(UndecodableImage, match="at most 16 compressed texts"):
+            decode_image(png(28, 28, *middle, data=PIXELS))
 
 
 def tiff(data: bytes, **tags: int | list[int]) -> bytes:
