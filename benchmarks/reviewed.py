@@ -87,13 +87,13 @@ def images_of(run: Run, setting: Setting, trained: Trained) -> dict[str, ImageDa
     unknown = outside.pop("other classes")
     order = torch.randperm(len(unknown), generator=torch.Generator().manual_seed(run.seed))
     review, measure = order.tensor_split(2)
-    far = {name: data for name, data in outside.items() if len(data) and name not in ("test",)}
+    outside = outside or SETTINGS["cifar10"].test_images(run, trained)  # Held-out classes of CIFAR-10 come alone.
     return {
         "sample": calibration,
         "known": random_images(trained.test_on, 2000, run.seed),
         "review": unknown.subset(review),
         "near": unknown.subset(measure),
-        **{f"far {name}": random_images(data, 600, run.seed) for name, data in far.items()},
+        **{f"far {name}": random_images(data, 600, run.seed) for name, data in outside.items()},
     }
 
 
