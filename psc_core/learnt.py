@@ -215,6 +215,7 @@ def _metric(density: Density, covariance: Float[Tensor, "P P"]) -> Float[Tensor,
 
 
 LARGEST_TAKEN: Final = 0.005  # fraction of the right answers that an added class may take
+KEPT_BY: Final = 1e-5  # least log odds by which the others stay right: more than float32, which serves, rounds away
 DRAWN: Final = 1000  # images
 PARTS: Final = 5  # of the images that people named, each of which is held back once
 
@@ -293,7 +294,7 @@ def fit_added(
     margins = (slope * real - probabilities.double().amax(1).log()).sort(descending=True).values
     allowed = int(LARGEST_TAKEN * len(real))
     if len(margins) > allowed:
-        bias = min(bias, -float(margins[allowed]))
+        bias = min(bias, -float(margins[allowed]) - KEPT_BY)
     return AddedClass(n, slope, bias), slope * held + bias, slope * real + bias
 
 

@@ -130,6 +130,19 @@ def test_a_class_that_overlaps_takes_few_right_answers(sure: float) -> None:
     assert taken <= LARGEST_TAKEN and 0 < (held > 0).double().mean() < 1 and found.slope > 0
 
 
+@pytest.mark.parametrize("count", [30, 100, 199])
+def test_of_few_right_answers_none_is_taken_as_it_is_served(count: int) -> None:
+    density, features, new = classes_of("tied", shift=0.4)
+    for part in range(12):
+        at = (torch.arange(count) + 17 * part) % 600
+        w, p = density.coordinates(features[at]), (3 * torch.eye(3)[at % 3]).softmax(1)
+        found, _, others = fit_added("hedgehog", density, density.coordinates(new), w, p)
+        assert not is_answer(others, p).any()
+        means = torch.cat([density.get_buffer("centres"), density.coordinates(new).double().mean(0)[None]])
+        served = widen(Scored({"epistemic": torch.zeros(count)}, p), log_odds(w, means, [found])).probabilities
+        assert torch.equal(served.argmax(1), p.argmax(1))
+
+
 def test_images_that_nothing_tells_apart_are_refused() -> None:
     density, features, _ = classes_of("tied")
     w, probabilities = density.coordinates(features), torch.full((600, 3), 1 / 3)
