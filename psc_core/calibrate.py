@@ -38,6 +38,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -662,12 +664,14 @@ def recalibrate_from_sample(
         lines[0] = lines[0] if added is None else added.explained(lines[0])
         lines[0] += f"; the bundle before promised at most {promised:.3g}"
     known, values = sample.of_class.subset(of_before.nonzero()[:, 0]), sample.of_class.values
+    weights = sample.weights[of_before].numpy()
     if values is not None:
         ends = vars(_decisions(model, known))
-        held = float(((values.numpy() >= ends["lower"]) & (values.numpy() <= ends["upper"])).mean())
+        inside = (values.numpy() >= ends["lower"]) & (values.numpy() <= ends["upper"])
+        held = float(np.average(inside, weights=weights))
         before, after = (each.calibration.quantile(each.policy.coverage) for each in (model, found))
         lines.append(f"{held:.0%} of the intervals held; half-width {before:.3g} → {after:.3g} standard deviations")
-    was, of = _alarms(model, known), "of a class" if values is None else "with a number"
+    was, of = _alarms(model, known, weights), "of a class" if values is None else "with a number"
     lines += [
         f"alarms at alpha {policy.alpha:g} on sampled images {of}: {was:.1%} before, at most {policy.alpha:.1%} "
         f"of such images now on average; {in_practice(policy.alpha, len(found.calibration))}%"
@@ -680,9 +684,9 @@ def recalibrate_from_sample(
     return Recalibrated(found, tuple(lines), tuple(filter(None, warnings)))
 
 
-def _alarms(model: FittedModel, images: ImageDataset) -> float:
-    """Return the fraction of the images that the model calls out of distribution."""
-    return float(_decisions(model, images).is_ood.mean())
+def _alarms(model: FittedModel, images: ImageDataset, weights: npt.NDArray[np.float64] | None = None) -> float:
+    """Return the fraction of the images that the model calls out of distribution, of those that they stand for."""
+    return float(np.average(_decisions(model, images).is_ood, weights=weights))
 
 
 def _decisions(model: FittedModel, images: ImageDataset) -> BaseDecisions:

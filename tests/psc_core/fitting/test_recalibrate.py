@@ -116,6 +116,15 @@ def test_images_drawn_rarely_count_more(model: FittedModel, sample: Sample) -> N
     assert float(new.calibration.ood_scores.median()) == pytest.approx(float(scores[rare].median()), rel=0.2)
 
 
+def test_the_rates_before_are_weighted_too(model: FittedModel, sample: Sample) -> None:
+    is_ood = model.predict(next(sample.of_class.batches(200)).images).is_ood
+    assert 0 < int(is_ood.sum()) < 200
+    uneven = replace(sample, weights=torch.where(is_ood, 20.0, 5.0).double())
+    rate = float(uneven.weights[is_ood].sum() / uneven.weights.sum())
+    lines = recalibrate_from_sample(model, uneven, {}).lines
+    assert any(f"on sampled images of a class: {rate:.1%} before" in line for line in lines)
+
+
 def test_refuses_rates_that_the_images_cannot_keep(model: FittedModel, sample: Sample) -> None:
     few = sample.at(torch.arange(30))
     with pytest.raises(UsageError, match=r"alpha ≥ .* with n = 30 .* at least 99 images"):
@@ -190,10 +199,10 @@ def test_intervals_of_a_regression(angle_bundle: Path, tmp_path: Path) -> None:
     sample = read_sample(write_log(tmp_path, labelled(opened("rotated-mnist"), 60)), model)
     recalibrated = recalibrate_from_sample(model, sample, {})
     new, before = recalibrated.model, model.predict(next(sample.of_class.batches(60)).images).interval
-    held = ((sample.of_class.values >= before[:, 0]) & (sample.of_class.values <= before[:, 1])).double().mean()
+    held = ((sample.of_class.values >= before[:, 0]) & (sample.of_class.values <= before[:, 1])).double()
     widths = (each.calibration.quantile(each.policy.coverage) for each in (model, new))
     assert (
-        "{:.0%} of the intervals held; half-width {:.3g} → {:.3g} standard deviations".format(held, *widths)
+        "{:.0%} of the intervals held; half-width {:.3g} → {:.3g} standard deviations".format(held.mean(), *widths)
         in recalibrated.lines
     )
     assert any("on sampled images with a number" in line for line in recalibrated.lines)
@@ -203,6 +212,13 @@ def test_intervals_of_a_regression(angle_bundle: Path, tmp_path: Path) -> None:
     assert values is not None
     inside = (values >= low - 1e-3) & (values <= high + 1e-3)
     assert int(inside.sum()) >= 55  # ⌈61 · 0.9⌉
+    uneven = replace(sample, weights=torch.where(held > 0, 2.0, 5.0).double())
+    rate = float((held * uneven.weights).sum() / uneven.weights.sum())
+    lines = recalibrate_from_sample(model, uneven, {}).lines
+    assert (
+        any(line.startswith(f"{rate:.0%} of the intervals held") for line in lines)
+        and f"{rate:.0%}" != f"{held.mean():.0%}"
+    )
 
 
 def picture(number: int) -> bytes:
