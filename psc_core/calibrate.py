@@ -18,9 +18,9 @@ Extended densities give other values, so the p-values of their checks come from 
 too while they are compared, or the checks would win and not the density.
 
 :func:`learn`: images reviewed as none of the classes become the check ``reviewed`` (:mod:`psc_core.learnt`), which
-replaces an earlier one.  It is taken where it ranks reviewed images that it has not learnt from higher among images of
-the classes, by more than the standard error of that gain over images of both kinds, and on no transform loses more than
-:data:`LARGEST_LOSS` of AUROC by more than the standard error of that loss, or as much again.
+replaces an earlier one; otherwise that stays.  It is taken where it ranks reviewed images that it has not learnt from
+higher among images of the classes, by more than the standard error of that gain over images of both kinds, and on no
+transform loses more than :data:`LARGEST_LOSS` of AUROC by more than the standard error of that loss, or as much again.
 
 :func:`add_class`: images that people named become one more class (:mod:`psc_core.learnt`).  What was learnt from
 reviewed images is forgotten, because these may be among them.
@@ -374,6 +374,7 @@ class Learnt:
     after: Auroc
     ranks: Float[Tensor, "2 n"]  # of images held back among those of the classes, from 0 to 1: before and after
     why_not: str  # the reason why the check is not taken; empty where it is
+    earlier: tuple[Kind, ...] = ()  # of the check that was learnt before, which stays where this one is not taken
 
     @property
     def helps(self) -> bool:
@@ -401,10 +402,12 @@ class Learnt:
         """Return the reason why the check is not taken, and what to do; empty where it is."""
         if self.helps:
             return ""
+        kinds = ", ".join(f"{kind.images} {kind.name}" for kind in self.earlier)
+        stays = f"; the check learnt before, from {kinds}, stays: to forget it, start from the bundle before it"
         return (
             f"the check reviewed is not taken: {self.why_not}; look at the labels, or review more; the quarter that "
             "compared calibrates nothing: without --learn all images do"
-        )
+        ) + stays * bool(self.earlier)
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as a bundle records it, in JSON types."""
@@ -493,7 +496,8 @@ def learn(
         if pipeline.stored_images is not None:
             reviewed = store_images(reviewed, unknown, seen["w"])
         pipeline = pipeline.with_scorer(scorer.replace(reviewed=reviewed).to(scorer.scale.device), checks=new)
-    return Learnt(pipeline, reviewed.kinds, before, after, ranks, why_not)
+    earlier = () if scorer.reviewed is None else scorer.reviewed.kinds
+    return Learnt(pipeline, reviewed.kinds, before, after, ranks, why_not, earlier)
 
 
 def with_class(model: FittedModel, name: str) -> FittedModel:

@@ -677,8 +677,10 @@ def test_what_is_learnt_replaces_what_was(shipped: FittedModel, reviewed_log: Lo
     images = next(sample.of_class.batches(32)).images
     torch.testing.assert_close(again.model.compute(images).packed, learnt.model.compute(images).packed)
     mislabelled = replace(sample.of_class, classes=("no kind",), labels=torch.zeros(160, dtype=torch.int64))
-    kept = recalibrate_from_sample(learnt.model, sample, {}, None, (mislabelled, ())).model
-    assert kept.pipeline.scorer.reviewed is learnt.model.pipeline.scorer.reviewed  # What is no better replaces nothing.
+    kept = recalibrate_from_sample(learnt.model, sample, {}, None, (mislabelled, ()))
+    # What is no better replaces nothing, and that is said.
+    assert kept.model.pipeline.scorer.reviewed is learnt.model.pipeline.scorer.reviewed
+    assert "learnt before, from 8 none_of_the_classes, 12 five, 12 seven, stays" in kept.warnings[0]
 
 
 def test_only_a_loss_that_chance_does_not_explain_rules_the_check_out(
@@ -698,6 +700,7 @@ def test_images_of_the_classes_teach_nothing(model: FittedModel, wide: Sample, m
     wrong = replace(more, classes=("none_of_the_classes",), labels=torch.zeros(len(more), dtype=torch.int64))
     found = recalibrate_from_sample(model, wide, {"risk": 0.9}, None, (wrong, ()))
     assert "the check reviewed is not taken: on reviewed images" in found.warnings[0]
+    assert "stays" not in found.warnings[0]
     assert found.model.checks == model.checks
     assert not found.model.report["provenance"][HISTORY][-1]["reviewed"]["helps"]
     few = wrong.subset(torch.arange(4))
