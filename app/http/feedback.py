@@ -44,12 +44,12 @@ def add_label(writer: LogWriter, label: Label) -> FeedbackDocument:
             f"the row is of {shown}, not of {label.image_sha256 or 'one to label'}; correct request_id or image_index"
         )
     checked = replace(label, image_sha256=row[SHA256], time=datetime.now(UTC), model=row["model"])
-    models = []
-    if label.kind == LABEL:
+    models, is_class = [], label.kind == LABEL
+    if label.label is not None:
         models = [read_model(writer.log, row["bundle_version"]), *filter(None, [writer.served.get(row["model"])])]
     try:
-        text = check_name(label.label or "")
-        text = check_label(text, models) if models else text[:MAX_NAME]
+        text = check_name(label.label or "", *([] if is_class else models[:1]))
+        text = check_label(text, models) if is_class else text[:MAX_NAME]
         checked = replace(checked, label=text or None)
     except DataError as error:
         raise UnusableLabel(str(error)) from error

@@ -42,9 +42,17 @@ LATER: Final = timedelta(microseconds=1)  # than the label that a command replac
 Key = tuple[str | None, str | int | None]  # a request and a position, or a model and the digest of an image
 
 
-def check_name(text: str) -> str:
-    """Return a name that people give, composed; raise :class:`DataError` for a word that says its kind instead."""
+def check_name(text: str, answered: LoggedModel | None = None) -> str:
+    """Return a name that people give, composed; raise :class:`DataError` for a word that says its kind instead.
+
+    Of what is none of the classes no class of the bundle that ``answered`` is a name.
+    """
     name = compose(text)
+    if answered is not None and answered.task.number() is None and name in answered.classes:
+        raise DataError(
+            f"{name!r} is a class of the model that answered; send kind=label to POST /feedback, or label the image "
+            f"{name!r} without {NONE_OF_THE_CLASSES}"
+        )
     if (kind := name.partition(OF)[0]) in LABEL_KINDS[1:]:
         raise DataError(f"expected a name, got {name!r}; say kind={kind} to POST /feedback, or choose another name")
     return name
@@ -190,7 +198,8 @@ class HumanAnswer:
         return model is None or self.model in (None, model)
 
 
-_Row = tuple[str, str | None]  # the version of the bundle that answered, and the digest of the image
+# The version of the bundle that answered last, the digest of the image, and the version that answered first.
+_Row = tuple[str, str | None, str]
 
 
 def read_answers(path: Path) -> Iterator[HumanAnswer]:
@@ -274,7 +283,8 @@ class _Rows:
                 for request_id, index, digest, path, version in zip(*(each.to_pylist() for each in batch), strict=True):
                     for key in ((request_id, index), digest):
                         if key in self._rows:
-                            self._rows[key][name] = version, digest
+                            *_, first = self._rows[key].get(name, (version,))
+                            self._rows[key][name] = version, digest, first
                     if path:
                         self.stored.add((name, digest))
 
@@ -286,6 +296,9 @@ class _Rows:
         """Return a row of the image for each model that an answer may be of."""
         found = {**self._rows.get(answer.image_sha256, {}), **self.named_by(answer)}
         return {name: row for name, row in found.items() if answer.is_of(name)}
+
+    def bundle(self, version: str) -> LoggedModel:
+        return self._read(version)
 
     def bundles(self, name: str, version: str) -> Iterator[LoggedModel]:
         """Yield that of one version, and then those of the model's others."""
@@ -306,17 +319,17 @@ def check_label(text: str, models: Iterable[LoggedModel], marks: str = ".") -> s
 def _labels(answer: HumanAnswer, rows: _Rows) -> Iterator[Label]:
     """Yield the label for each model that saw the image and can predict the answer; raise if all refuse it."""
     named, found = rows.named_by(answer), rows.of(answer)
-    for _, sha256 in named.values():
+    for _, sha256, _ in named.values():
         if None not in (sha256, answer.image_sha256) and sha256 != answer.image_sha256:
             raise DataError(
                 f"{answer.where}: the row is of the image {sha256}, not of {answer.image_sha256}; correct "
                 "request_id or image_index"
             )
     errors = []
-    for name, (version, sha256) in found.items():
+    for name, row in found.items():
         try:
             of_image = answer if name in named else replace(answer, request_id=None, image_index=None)
-            yield _label(of_image, sha256, rows.bundles(name, version), name)
+            yield _label(of_image, row, rows, name)
         except DataError as error:
             errors.append(error)
     is_unlabelled = answer.source == _FOLDER and answer.text in _UNLABELLED
@@ -324,15 +337,16 @@ def _labels(answer: HumanAnswer, rows: _Rows) -> Iterator[Label]:
         raise DataError(f"{answer.where}: {errors[0]}") from errors[0]
 
 
-def _label(answer: HumanAnswer, sha256: str | None, models: Iterable[LoggedModel], name: str) -> Label:
-    kind, text = LABEL, answer.text
+def _label(answer: HumanAnswer, row: _Row, rows: _Rows, name: str) -> Label:
+    kind, text, (version, sha256, first) = LABEL, answer.text, row
     if text.partition(OF)[0] == NONE_OF_THE_CLASSES:
         kind, _, text = text.partition(OF)
-        text = check_name(text)
+        # It may have been named before a later bundle that answered had the class.
+        text = check_name(text, rows.bundle(first) if text.strip() else None)
     elif text == CANNOT_TELL:
         kind, text = text, ""
     else:
-        text = check_label(text, models, answer.marks)
+        text = check_label(text, rows.bundles(name, version), answer.marks)
     now = datetime.now(UTC)  # otherwise a clock that is ahead wins over later labels
     return Label(
         answer.request_id,

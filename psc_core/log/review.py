@@ -26,7 +26,16 @@ import numpy.typing as npt
 
 from psc_core.answers import ACCEPT
 from psc_core.log import store
-from psc_core.log.labels import CANNOT_TELL, Labels, is_cluster, label_files, label_keys, read_label_file, row_keys
+from psc_core.log.labels import (
+    CANNOT_TELL,
+    LABEL,
+    Labels,
+    is_cluster,
+    label_files,
+    label_keys,
+    read_label_file,
+    row_keys,
+)
 from psc_core.log.store import IMAGE_INDEX, IMAGE_PATH, REQUEST_ID, SHA256, Log
 
 MAX_CANDIDATES: Final = 100_000  # maximum number of a model's images that are considered, the newest ones
@@ -274,9 +283,12 @@ class ReviewQueue:
         for each in self._stored(ends, [ACCEPT], model, since.date()):
             if each.row["time"] < since:
                 break
-            _, kind, label = self._label(each) or (None, CANNOT_TELL, None)
+            last = self._label(each)
+            _, kind, label = last or (None, CANNOT_TELL, None)
             if kind != CANNOT_TELL and each.row["bundle_version"] == version and each.row["label"] is not None:
-                found.setdefault(each.row[SHA256], label == each.row["label"])
+                # A name from before, given to another row of the image, may be of a class that was added since.
+                names = kind != LABEL and last == self._last.get(hash((each.row[REQUEST_ID], each.row[IMAGE_INDEX])))
+                found.setdefault(each.row[SHA256], label == each.row["label"] and not names)
         return len(found), sum(found.values())
 
     def _stored(

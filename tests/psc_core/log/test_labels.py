@@ -274,6 +274,25 @@ def test_what_is_none_of_the_classes_may_have_a_name(log: Log, tmp_path: Path) -
     ]  # fmt: skip
 
 
+def test_a_class_of_the_bundle_that_answered_is_no_name(log: Log, tmp_path: Path) -> None:
+    for line in (f",,{digest(0)},none_of_the_classes: cat", "r0,0,,none_of_the_classes:cat"):
+        with pytest.raises(DataError, match=r"line 2: 'cat' is a class of the model that answered; send kind=label"):
+            answered(log, tmp_path, f"request_id,image_index,image_sha256,label\n{line}\n")
+    named = tmp_path / "named" / "none_of_the_classes" / "dog"
+    named.mkdir(parents=True)
+    (named / "0.png").write_bytes(content(0))
+    with pytest.raises(DataError, match="'dog' is a class of the model that answered"):
+        labels_of(log, read_answers(tmp_path / "named"))
+    # The class was added since, and the image was sent again: what was said before is taken.
+    put_rows(log, [row(50, bundle_version="v2", image_sha256=digest(0), image_path=None)], day="2026-03-02")
+    log.put(model_path("v2"), LoggedModel("v2", Classification(), ("cat", "dog", "hedgehog")).to_json())
+    lines = [f",,{digest(0)},none_of_the_classes:hedgehog", "r0,0,,none_of_the_classes:hedgehog"]
+    found = answered(log, tmp_path, "\n".join(["request_id,image_index,image_sha256,label", *lines, ""]))
+    assert [(each.kind, each.label) for each in found] == [("none_of_the_classes", "hedgehog")] * 2
+    with pytest.raises(DataError, match="'hedgehog' is a class of the model that answered"):
+        answered(log, tmp_path, "request_id,image_index,label\nr50,0,none_of_the_classes:hedgehog\n")
+
+
 def test_words_for_kinds_of_answers_name_nothing(log: Log, tmp_path: Path) -> None:
     for word in ("cannot_tell", "none_of_the_classes"):
         with pytest.raises(DataError, match=f"line 2: expected a name, got '{word}'"):

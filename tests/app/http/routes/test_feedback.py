@@ -3,7 +3,8 @@
 import hashlib
 import time
 from collections.abc import Iterator
-from datetime import datetime
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,7 +13,7 @@ import pytest
 
 from app.http.feedback import Feedback
 from psc_core.log.erase import erase
-from psc_core.log.labels import join_labels, read_labels
+from psc_core.log.labels import Label, join_labels, read_labels, write_labels
 from psc_core.log.sample import images_of, reviewed_of
 from psc_core.log.store import Log, open_log, read_rows
 from psc_core.model import FittedModel
@@ -75,6 +76,10 @@ async def test_what_is_none_of_the_classes_may_be_named(tmp_path: Path) -> None:
         assert (status, written["kind"], written["label"]) == (200, "none_of_the_classes", "a hedgehog")
         assert (await give(app, request_id=name, kind="none_of_the_classes", label="  "))[1]["label"] is None
         assert (await give(app, request_id=name, kind="cannot_tell", label="a hedgehog"))[0] == 400
+        status, problem = await give(app, request_id=name, kind="none_of_the_classes", label=" dark")
+        assert status == 422 and "send kind=label" in problem["detail"]
+        app.service.log.log_of("m", FakeModel("v2", classes=("dark", "middle", "bright", "hedgehog")))
+        assert (await give(app, request_id=name, kind="none_of_the_classes", label="hedgehog"))[0] == 200
 
 
 def test_a_whole_number_is_the_class_of_that_name() -> None:
@@ -261,8 +266,13 @@ async def test_the_sample_of_accepted_images_is_listed_if_asked_for_and_counted_
         await give(app, request_id=dark[1], label="dark")  # The last label counts.
         await give(app, request_id=dark[2], kind="none_of_the_classes", label="hedgehog")
         assert await counts("m") == (3, 2)
-        await give(app, request_id=dark[2], kind="none_of_the_classes", label="dark")  # A class that was added since.
+        digest, now = hashlib.sha256(png(2)).hexdigest(), datetime.now(UTC)
+        said = Label(None, None, digest, "none_of_the_classes", "dark", "x", now, "m")
+        write_labels(open_log(tmp_path), [said])  # A class that was added since, said of another row of the image.
         assert await counts("m") == (3, 3)
+        own = {"request_id": dark[2][3:52], "image_index": 0, "time": now + timedelta(seconds=1)}
+        write_labels(open_log(tmp_path), [replace(said, **own)])  # Of this answer, as long as it was not refused.
+        assert await counts("m") == (3, 2)
         await give(app, request_id=number, label=30)
         assert await counts("v") == (0, 0)  # Of a number, nothing is simply right.
 
