@@ -140,20 +140,36 @@ def write_labels(log: Log, labels: Iterable[Label], name: str | None = None) -> 
 
 
 def rename(log: Log, model: str, old: str, new: str) -> int:
-    """Label a model's images of the class ``old`` again, and return the number of labels.
+    """Label a model's images of the class ``old``, or named so, again, and return the number of labels.
 
-    ``new`` is what the class is called now, or :data:`NONE_OF_THE_CLASSES`, which keeps the name.
+    ``new`` is what the class is called now, or :data:`NONE_OF_THE_CLASSES`, which keeps the name.  What is none of the
+    classes becomes a label where a bundle of the model has the class ``new``.
     """
-    of_old = (each for each in read_labels(log).last() if (each.kind, each.label) == (LABEL, compose(old)))
-    kind, text = (new, compose(old)) if new == NONE_OF_THE_CLASSES else (LABEL, check_name(new))
+    old, is_gone = compose(old), new == NONE_OF_THE_CLASSES
+    text, kinds = (
+        (old, {LABEL: new}) if is_gone else (check_name(new), {LABEL: LABEL, NONE_OF_THE_CLASSES: NONE_OF_THE_CLASSES})
+    )
+    of_old = [
+        each
+        for each in read_labels(log).last()
+        if each.label == old and each.kind in kinds and each.model in (model, None)
+    ]
+    if not is_gone and any(each.kind == NONE_OF_THE_CLASSES for each in of_old) and _has_class(log, model, text):
+        kinds[NONE_OF_THE_CLASSES] = LABEL
     found = [
-        replace(each, kind=kind, label=text, source="psc-log rename", time=each.time + LATER)
+        replace(each, kind=kinds[each.kind], label=text, source="psc-log rename", time=each.time + LATER)
         for each in of_old
-        if each.model in (model, None)
     ]
     if found:
         write_labels(log, found)
     return len(found)
+
+
+def _has_class(log: Log, model: str, name: str) -> bool:
+    """Return whether a bundle that answered under the name of a model has a class."""
+    versions = {batch["bundle_version"][0].as_py() for batch in store.read_rows(log, model, columns=["bundle_version"])}
+    bundles = (store.read_model(log, version) for version in sorted(versions))
+    return any(name in each.classes for each in bundles if each.task.number() is None)
 
 
 def join_labels(rows: Iterable[Any], labels: Labels, model: str) -> Iterator[Any]:

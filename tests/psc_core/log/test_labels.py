@@ -97,6 +97,27 @@ def test_a_class_is_renamed_where_no_other_label_came_later(tmp_path: Path) -> N
     assert other is not None and other.label == "cat"
 
 
+def test_names_of_what_is_none_of_the_classes_are_renamed_too(tmp_path: Path) -> None:
+    log, none = make_log(tmp_path, 5), "none_of_the_classes"
+    said = [("label", "eight"), (none, "eight"), (none, "Eight"), (none, None), ("cannot_tell", None)]
+    times = [TIME + timedelta(seconds=at) for at in range(len(said))]
+    write_labels(log, [Label(f"r{at}", 0, digest(at), *each, "x", times[at], "m") for at, each in enumerate(said)])
+    write_labels(log, [Label("r90", 0, None, none, "eight", "x", TIME, "other")])
+
+    def named() -> list[tuple[str, str | None]]:
+        found = [read_labels(log).of("m", f"r{at}", 0, digest(at)) for at in range(len(said))]
+        return [(each.kind, each.label) for each in found if each is not None]
+
+    assert rename(log, "m", "Eight", "eight") == 1 and named()[2] == (none, "eight")  # Two spellings of a name.
+    assert rename(log, "m", "eight", "8") == 3
+    assert named() == [("label", "8"), (none, "8"), (none, "8"), *said[3:]]
+    assert rename(log, "m", "8", none) == 1 and named()[:3] == [(none, "8")] * 3
+    assert rename(log, "m", "8", none) == 0
+    assert rename(log, "m", "8", "dog") == 3 and named()[:3] == [("label", "dog")] * 3  # A bundle has this class.
+    other = read_labels(log).of("other", "r90", 0, None)
+    assert other is not None and other.label == "eight"
+
+
 def test_an_answer_without_a_time_is_imported_once(tmp_path: Path) -> None:
     """Again, it would win over what was said since."""
     log = make_log(tmp_path / "log", 2)
