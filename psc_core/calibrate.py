@@ -83,6 +83,7 @@ from psc_core.learnt import (
     fit_reviewed,
     is_answer,
     moments_of,
+    not_told_apart,
     store_images,
     with_enough,
 )
@@ -563,6 +564,8 @@ def add_class(model: FittedModel, name: str, new: ImageDataset, real: ImageDatas
     right = of_real["p"].argmax(1) == of_real["labels"]
     w, old, of_right = density.coordinates(of_new["inputs"]), of_real["inputs"][right], of_real["p"][right]
     found, held, others = fit_added(name, density, w, density.coordinates(old), of_right)
+    if not is_answer(held, of_new["p"]).any():  # The sign of a slope that is chance says nothing.
+        raise not_told_apart(name, count)
 
     def wider(of: Density, features: Tensor) -> Density:
         return widen_density(copy.deepcopy(of).cpu(), features, examples=examples)

@@ -287,15 +287,20 @@ def fit_added(
     slope, bias = optimize.minimize(loss, [1.0, 0.0], method="BFGS").x.tolist()
     slope /= float(size)
     if slope <= 0:
-        raise UsageError(
-            f"the model's features do not tell the {n} images of {name} from those of the classes; look at their "
-            "labels, or fit the bundle again with them among the training images"
-        )
+        raise not_told_apart(name, n)
     margins = (slope * real - probabilities.double().amax(1).log()).sort(descending=True).values
     allowed = int(LARGEST_TAKEN * len(real))
     if len(margins) > allowed:
         bias = min(bias, -float(margins[allowed]) - KEPT_BY)
     return AddedClass(n, slope, bias), slope * held + bias, slope * real + bias
+
+
+def not_told_apart(name: str, images: int) -> UsageError:
+    """Return the error for images that make no class."""
+    return UsageError(
+        f"the model's features do not tell the {images} images of {name} from those of the classes; look at their "
+        "labels, or fit the bundle again with them among the training images"
+    )
 
 
 def is_answer(s: Float[Tensor, " n"], probabilities: Float[Tensor, "n K"]) -> Bool[Tensor, " n"]:

@@ -881,6 +881,13 @@ def test_names_and_images_that_make_no_class(
         recalibrate_from_sample(shipped, read_sample(trousers_log, wide), {}, named=none)
 
 
+@pytest.mark.parametrize("first", [160, 200, 240, 280])
+def test_a_class_that_would_answer_nothing_is_refused(shipped: FittedModel, digits: ImageDataset, first: int) -> None:
+    of_classes, data = digits.subset(torch.arange(first, first + 40)), digits.subset(torch.arange(160))
+    with pytest.raises(UsageError, match="do not tell the 40 images of thing from those of the classes"):
+        shipped.add_class("thing", of_classes, data)
+
+
 def test_names_inside_the_sample_alone_are_told_how_to_leave_it(
     shipped: FittedModel, digits: ImageDataset, tmp_path: Path
 ) -> None:
